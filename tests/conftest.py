@@ -1,4 +1,4 @@
-"""Shared by all tests: toy models, ragged prompts, and the figures that tests report."""
+"""Fixtures shared by all tests: toy models, ragged prompts, and the reporting of measured values."""
 
 import dataclasses
 import io
@@ -38,9 +38,9 @@ TOY = convert.LlamaConfig(
 )
 
 
-# The emitters that XLA had before it changed them, which jaxlib can be asked for until 0.10.
+# XLA's previous CPU emitters, which jaxlib still offers up to 0.10.
 _OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
-# With a worker on every core, to split a program for parallel compilation is work for nothing.
+# Splitting a program for parallel compilation gains nothing, because every core already runs a test worker.
 _QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 SLOW = {*(Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()}
 
@@ -50,17 +50,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Compiling is most of what the tests do, and the older emitters take half the time for it."""
+    """Select XLA's older emitters, which halve compile time, the bulk of the tests' run time."""
     if _OLDER_EMITTERS and not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = f"{_QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(getattr(os, "sched_getaffinity", set)(0))
-    if worker and cores:  # a core for each worker: the threads that XLA starts for every core spin while they wait
+    if worker and cores:  # one core per worker: XLA starts a thread per core, and waiting threads spin
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark as slow the tests that tests/slow.txt lists, mostly members of families that also have quick ones."""
+    """Mark the tests listed in tests/slow.txt as slow; most belong to families that also have quick members."""
     found = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in SLOW & found.keys():
         found[name].add_marker(pytest.mark.slow)
@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """List the figures that the tests which ran have reported."""
+    """Print the values that the tests reported."""
     lines = [
         f"{result.nodeid.split('::')[-1]}: {text}"
         for outcome in ("passed", "failed")
@@ -84,7 +84,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def report(request):
-    """``report(tokens=25600, differing=0)``: figures of this test, listed after the run."""
+    """Return ``report(tokens=25600, differing=0)``, which records values of this test to list after the run."""
 
     def add(**figures):
         text = ", ".join(f"{name}={value}" for name, value in figures.items())
@@ -96,7 +96,7 @@ def report(request):
 
 @pytest.fixture
 def quick_compile(request):
-    """Let XLA skip its slow optimisations; for tests of logic, where models are tiny and compiling is the cost."""
+    """Let XLA skip its slow optimisations, for logic tests, whose models are tiny and whose cost is compiling."""
     jax.config.update("jax_disable_most_optimizations", not request.config.getoption("--as-shipped"))
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -104,16 +104,16 @@ def quick_compile(request):
 
 @pytest.fixture
 def as_shipped():
-    """``compiler_options`` for a program whose instructions are looked at; what LLVM makes of them is not."""
+    """Return `compiler_options` for a test that inspects a program's HLO instructions but not LLVM's output."""
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     return quick | ({"xla_cpu_use_fusion_emitters": True} if _OLDER_EMITTERS else {})
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_run(tmp_path_factory):
-    """Keep the programs that commands and child processes compile out of the user's own folder.
+    """Keep programs compiled by commands and child processes out of the user's own cache folder.
 
-    JAX has already read its environment, so the programs of this process are not cached.
+    JAX has already read its environment, so programs compiled in this process are not cached.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
@@ -123,9 +123,9 @@ def cache_of_this_run(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_compile_when_needed():
-    """Have engines compile each program when they first need it, because most tests need only a few.
+    """Make engines compile each program on first use, because most tests need only a few programs.
 
-    A test that needs all of them calls the `Device.compile` that its file has kept.
+    A test that needs all programs calls the original `Runner.compile`, which its file has kept.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
@@ -135,7 +135,7 @@ def engines_compile_when_needed():
 
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_of_other_files():
-    """In a process that holds thousands of programs everything takes longer, and few are of use to the next file."""
+    """Drop compiled programs after each file: thousands slow everything down, and the next file reuses few of them."""
     yield
     jax.clear_caches()
     if engines := sys.modules.get("jspec.engine.runner"):
@@ -144,7 +144,7 @@ def no_programs_of_other_files():
 
 @pytest.fixture
 def freed_programs():
-    """Frees compiled programs after the test where they are many: at 65,530 mappings XLA ends the process."""
+    """Free compiled programs after the test if there are many: at 65,530 memory mappings, XLA ends the process."""
     yield
     mappings = Path("/proc/self/maps")
     if not mappings.exists() or len(mappings.read_bytes().splitlines()) > 30_000:
@@ -153,7 +153,7 @@ def freed_programs():
 
 @pytest.fixture
 def compilations():
-    """``compilations()``: how many programs XLA has compiled since the test began."""
+    """Yield ``compilations()``, which returns the number of programs XLA has compiled since the test began."""
     events = []
 
     def listen(name, *_, **__):
@@ -166,7 +166,7 @@ def compilations():
 
 
 def _arrays(config: convert.LlamaConfig, seed: int) -> dict[str, np.ndarray]:
-    """Random weights under which every layer matters and the laws are as peaked as those of a trained model."""
+    """Return random weights for which every layer matters and distributions are as peaked as a trained model's."""
     rng = np.random.default_rng(seed)
 
     def draw(name, shape):
@@ -180,10 +180,10 @@ def _arrays(config: convert.LlamaConfig, seed: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="session")
 def toy():
-    """``toy(seed, distance=0, **changes) -> Llama``: a toy model of `TOY` with `changes` to its config.
+    """Return ``toy(seed, distance=0, **changes) -> Llama``, which makes a model of `TOY` with `changes` to its config.
 
-    With ``distance`` above 0 its weights are those of the same seed pushed that far (1: as far as an unrelated
-    model's), which makes a draft that often agrees with ``toy(seed)``.
+    A ``distance`` above 0 moves the seed's weights that fraction of the way to an unrelated model's (1: all the way).
+    The result is a draft model that often agrees with ``toy(seed)``.
     """
 
     def make(seed: int, distance: float = 0.0, **changes) -> Llama:
@@ -197,9 +197,10 @@ def toy():
 
 @pytest.fixture(scope="session")
 def prompts():
-    """``prompts(lengths, seed=0, width=None, vocab_size=61)``: random ragged prompts ``(tokens, lengths, keys)``.
+    """Return ``prompts(lengths, seed=0, width=None, vocab_size=61)``, which makes random ragged prompts.
 
-    What lies behind a prompt's end is garbage, ids far outside the vocabulary included.
+    It returns ``(tokens, lengths, keys)``. The positions after a prompt's end hold garbage, including ids far outside
+    the vocabulary.
     """
 
     def make(lengths, seed=0, width=None, vocab_size=TOY.vocab_size):
@@ -216,7 +217,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Folders of a tiny target and its draft."""
+    """Write a tiny target model and its draft model, and return their folders."""
     from support import text_pair
 
     folder = tmp_path_factory.mktemp("sources")
@@ -225,8 +226,8 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(sources):
-    """A server of the two on a real port."""
-    from support import servers  # OpenAI's client, which most tests do without, takes a second to load
+    """Yield a server for the two models on a real port."""
+    from support import servers  # OpenAI's client takes a second to load, and most tests do without it
 
     with servers.running(sources) as running:
         yield running
@@ -234,10 +235,10 @@ def running(sources):
 
 @pytest.fixture
 def gate(running, monkeypatch):
-    """``gate.set()`` lets the engine decode; until then it is as slow as can be. It is open again afterwards."""
+    """Yield an event that blocks the engine's decoding until ``gate.set()``; it is set after the test in any case."""
     from support.streams import until
 
-    engine = running.engine  # whose last call for an earlier request must not wait at the gate
+    engine = running.engine  # its last call for an earlier request must not wait at the gate
     until(lambda: not engine._heartbeat._running and not engine._loop.is_busy)
     opened, decode_rounds = threading.Event(), running.engine.device.decode_rounds
     monkeypatch.setattr(
@@ -250,22 +251,24 @@ def gate(running, monkeypatch):
 
 @pytest.fixture(scope="module")
 def complete(running):
-    """``complete(**fields)``: a completion of 12 tokens with a seed, unless told otherwise."""
+    """Return ``complete(**fields)``, which requests a completion, by default of 12 tokens with a seed."""
     return running.complete
 
 
 @pytest.fixture(scope="module")
 def chat(running):
-    """``chat(**fields)``: the same of a chat."""
+    """Return ``chat(**fields)``, which requests a chat completion, by default of 12 tokens with a seed."""
     return running.chat
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """``run(*arguments, stdin=None)``: exit code, standard output and error of `jspec`, in this process.
+    """Return ``run(*arguments, stdin=None)``, which runs `jspec` in this process.
+
+    It returns the exit code, standard output, and standard error.
 
     Args:
-        stdin: bytes; None is a terminal.
+        stdin: Input bytes, or None for a terminal.
     """
 
     def command(*arguments, stdin=None):

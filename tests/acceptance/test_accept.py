@@ -1,4 +1,4 @@
-"""The acceptance rule: algebra to 1e-12, a round enumerated to 1e-12, and rows that are no laws at all."""
+"""The acceptance rule: algebra to 1e-12, a round enumerated to 1e-12, and rows that are not distributions."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_acceptance_and_residual_add_up_to_the_target(report, dtype, tolerance):
 
 
 def enumerate_round(rng, vocab_size, k):
-    """Largest errors of a round on prefix-dependent tables: of the emitted prefixes, and of the law of k + 1 tokens."""
+    """Return a round's largest errors on prefix-dependent tables: in its prefixes and in the joint distribution."""
     p_tables, _, draft, target_probs = tables(rng, vocab_size, k)
     paths = np.asarray(draft.tokens)
     thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(path_accepts(u, draft, target_probs)), paths.shape)
@@ -41,7 +41,7 @@ def enumerate_round(rng, vocab_size, k):
             survive = reach[:, None] * step.reshape(vocab_size**n, vocab_size)
         emitted = survive + (reach - survive.sum(1))[:, None] * after
         errors.append(np.abs(emitted - reach[:, None] * p_tables[n]).max())
-        # A round that stopped earlier goes on autoregressively.
+        # A round that stopped earlier continues autoregressively.
         joint = (emitted + (joint - reach)[:, None] * p_tables[n]).ravel()
         autoregressive = (autoregressive[:, None] * p_tables[n]).ravel()
         reach = survive.ravel()
@@ -53,7 +53,7 @@ path_next_probs = jax.jit(rejection.next_probs)
 
 @jax.jit
 def path_accepts(u, draft, target_probs):
-    """``bool[paths, K]``: whether the shipped test accepts draft k at ``u[:, k]``, those before it being accepted."""
+    """Return ``bool[paths, K]``: whether the shipped test accepts token k at ``u[:, k]`` after those before it."""
     k = draft.tokens.shape[1]
     uniforms = jnp.eye(k) * u[:, :, None]
     counts = jax.vmap(rejection.count_accepted, (1, None, None), 1)(uniforms, draft, target_probs[:, :-1])
@@ -102,7 +102,7 @@ def test_degenerate_rows_give_no_nan_and_no_impossible_token(report, monkeypatch
 
 
 def test_the_comparison_is_strict():
-    """At u = 0 a token with p = 0 is refused, and at the threshold itself u q = p is refused."""
+    """A token with p = 0 is rejected even at u = 0, and a token at the threshold u q = p is rejected."""
     draft = Draft(jnp.zeros((2, 1), jnp.int32), jnp.asarray([[[0.5, 0.5]], [[0.5, 0.5]]]))
     target_probs = jnp.asarray([[[0.0, 1.0]], [[0.25, 0.75]]])
     np.testing.assert_array_equal(rejection.count_accepted(jnp.asarray([[0.0], [0.5]]), draft, target_probs), 0)
@@ -136,15 +136,15 @@ def test_far_tail_is_drawn_as_often_as_it_should_be_at_length(report):
 
 
 def test_far_tail_is_drawn_as_often_as_it_should_be(report):
-    """One draw over the vocabulary with Gumbel noise of JAX's default mode, which ends at 16, would never draw these.
+    """Tail tokens are drawn, though a single draw with JAX's default Gumbel noise, which ends at 16, never would.
 
-    Two draws, of a block and in it, would even so: what noise reaches is in tests/core/test_keys.py.
+    Two draws, one of a block and one within it, would reach them even so. See tests/core/test_keys.py for the noise.
     """
     _check_far_tail(report, draws=200_000)
 
 
 def _check_far_tail(report, draws, chunk=20, tail_tokens=20_000):
-    """Tail tokens each 18 nats below the head: together 3e-4 of the mass."""
+    """Draw from a distribution whose tail tokens are each 18 nats below the head and hold 3e-4 of the mass together."""
     weights = np.append(1.0, np.full(tail_tokens, np.exp(-18.0)))
     probs = jnp.asarray(weights / weights.sum(), jnp.float32)
     rows = jnp.broadcast_to(probs, (chunk, probs.size))

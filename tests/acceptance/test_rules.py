@@ -1,4 +1,4 @@
-"""The rules beside rejection: block verification enumerated, coupling against plain decoding, receipts against laws."""
+"""Rules besides rejection: block verification by enumeration, coupling against plain decoding, and distortions."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ from jspec.drafters import ModelDrafter
 from support import oracle, toys
 from support.accept import random_laws, tables
 
-# The others are one of these on a chain, see tests/acceptance/test_tree_rules.py.
+# On a chain, every other rule equals one of these. See tests/acceptance/test_tree_rules.py.
 ON_CHAINS = ("rejection", "block", "coupled")
 LOSSY = (jspec.Lenient(0.3), jspec.Typical(0.3, 0.6), jspec.TopK(2), jspec.Threshold(0.15), jspec.Relaxed(3, 1.0))
 
 
 def autoregressive(laws, start=1.0):
-    """The joint law of the tokens that follow, base V; `start` is the mass of every prefix so far."""
+    """Return the joint distribution of the following tokens, indexed in base V; `start` is the mass of each prefix."""
     joint = np.asarray(start)
     for law in laws:
         joint = (joint.reshape(-1, 1) * law).ravel()
@@ -33,7 +33,7 @@ def autoregressive(laws, start=1.0):
 
 
 def block_by_definition(draft, target_probs):
-    """Weights and chances of Sun et al. 2024, algorithm 2, path by path in plain Python."""
+    """Return the weights and chances of Sun et al. 2024, algorithm 2, path by path in plain Python."""
     weights, chances = [], []
     for path, q, p in zip(*map(np.asarray, (draft.tokens, draft.probs, target_probs)), strict=True):
         w, row = [1.0], []
@@ -48,7 +48,7 @@ def block_by_definition(draft, target_probs):
 
 
 def enumerated_block(p, q, draft, target_probs):
-    """The joint law of k + 1 tokens whose first came from one round of block verification, and its mean kept drafts."""
+    """Return the joint distribution of k + 1 tokens that start with one block round, and its mean accepted length."""
     paths, k = draft.tokens.shape
     vocab_size = target_probs.shape[-1]
     weights = jax.jit(block_weights)(draft, target_probs)
@@ -59,7 +59,7 @@ def enumerated_block(p, q, draft, target_probs):
         mass = reached * np.prod(1 - chances[:, n:], axis=1) * (chances[:, n - 1] if n else 1)
         counts = jnp.full(paths, n, jnp.int32)
         after = np.asarray(jax.jit(next_probs)(counts, draft, target_probs, weights[:, n : n + 1]))
-        # By path and not by prefix: where something is wrong, what was drafted behind the prefix may matter.
+        # Sum by path, not by prefix: if something is wrong, the tokens drafted after the prefix may matter.
         texts = (mass[:, None] * after).reshape(vocab_size**n, -1, vocab_size).sum(1)
         joint += autoregressive(p[n + 1 :], texts.ravel())
         kept += n * mass.sum()
@@ -67,31 +67,31 @@ def enumerated_block(p, q, draft, target_probs):
 
 
 def test_block_verification_enumerated_where_drafts_stop_midway(report):
-    """The length of a draft may depend on the draft: every text of a round still has its probability, in float64."""
+    """Every sequence keeps its probability, in float64, even if the length of a draft depends on the draft."""
     rng, errors, fewer, biases = np.random.default_rng(1), [], [], []
     with jax.enable_x64(True):
         for v, k in ((2, 2), (3, 2), (3, 3), (2, 4)):
             p, q, draft, target_probs = tables(rng, v, k)
             full = enumerated_block(p, q, draft, target_probs)[1]
-            # Drafting stops behind the first token 0, which stays.
+            # Drafting stops after the first token 0, which stays in the draft.
             going = np.cumprod(np.asarray(draft.tokens) != 0, axis=1)
             drafted = np.pad(going[:, :-1], ((0, 0), (1, 0)), constant_values=1)
             short = Draft(draft.tokens, draft.probs * drafted[..., None])
             joint, kept = enumerated_block(p, q, short, target_probs)
             errors.append(np.abs(joint - autoregressive(p)).max())
             fewer.append(full - kept)
-            # What must not be: to drop the token 0 as well, which was looked at.
+            # The wrong variant also drops the token 0, which decided where to stop.
             wrong = enumerated_block(p, q, Draft(draft.tokens, draft.probs * going[..., None]), target_probs)[0]
             biases.append(np.abs(wrong - autoregressive(p)).max())
     found = {"kept_less": f"{min(fewer):.2f} to {max(fewer):.2f}", "wrong_variant": [f"{bias:.1e}" for bias in biases]}
     report(tables=len(errors), max_error=f"{max(errors):.1e}", **found)
     assert max(errors) <= 1e-12 and min(fewer) > 0.01
-    # On one of the tables the wrong variant is right by chance.
+    # On one of the tables, the wrong variant is right by chance.
     assert np.sum(np.array(biases) > 1e-3) == 3 and max(biases) > 0.1
 
 
 def test_block_verification_enumerated(report):
-    """Every text of a round, the rest decoded plainly, in float64; and never fewer drafts kept than token by token."""
+    """A round plus plain decoding is exact in float64, and never keeps fewer drafts than verifying token by token."""
     rng = np.random.default_rng(0)
     shapes, errors, gains = [(v, k) for v in (2, 3, 4) for k in (1, 2, 3, 4)], [], []
     with jax.enable_x64(True):
@@ -116,7 +116,7 @@ def test_block_verification_enumerated(report):
 
 @pytest.mark.parametrize("name", ON_CHAINS)
 def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
-    """After token 0 the target's logits are NaN: half of the texts must end there, under every rule."""
+    """The target's logits after token 0 are NaN, so half of the sequences must end there under every rule."""
     target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
     draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
     draws = 20_000
@@ -130,12 +130,12 @@ def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_comp
 
 
 def markov():
-    """Target and draft of `texts`, whose texts begin in state 2."""
+    """Return the target and draft model of `texts`, whose sequences start in state 2."""
     return toys.markov_pair(3, vocab_size=4, scale=1.5)
 
 
 def texts(rule, seed, draws=200_000, k=3):
-    """Counts of the four tokens that rounds of `rule` lead to on Markov tables, and the target's joint law."""
+    """Return counts of four tokens decoded with `rule` on Markov tables, the joint distribution, and the output."""
     target, draft = markov()
     tokens, lengths = jnp.full((draws, 1), 2, jnp.int32), jnp.ones(draws, jnp.int32)
     batch = tokens, lengths, jax.random.split(jax.random.key(seed), draws)
@@ -155,7 +155,7 @@ def test_four_tokens_over_several_rounds_have_the_joint_law(report, name):
 
 
 def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
-    """The planted bug: block verification with streams by position, as token-by-token rejection may have them."""
+    """Planted bug: block verification uses streams by position, as token-by-token rejection may."""
 
     def by_position(keys, positions, purpose):
         return keys if positions.ndim == 1 and purpose is Purpose.ACCEPT else stream(keys, positions, purpose)
@@ -169,7 +169,7 @@ def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
 
 @pytest.mark.slow  # a part of it runs in tests/exactness/test_matrix.py
 def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_compile):
-    """500 requests of 64 tokens, for a near draft, a far one and the target itself."""
+    """Coupled output equals plain output in 500 requests of 64 tokens, for a near draft, a far one and the target."""
     target, batch = toy(0), prompts([1 + i % 9 for i in range(500)])
     sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], 500), top_p=np.resize([1.0, 0.9, 0.8], 500))
     options = {"max_new_tokens": 64, "sampling": sampling}
@@ -186,7 +186,10 @@ def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_comp
 
 
 def test_coupled_acceptance_is_that_of_the_noise(report):
-    """Shared Gumbel noise draws i from both with chance ``1 / sum_j max(p_j/p_i, q_j/q_i)``: blocks, then tokens."""
+    """Shared Gumbel noise draws i from both p and q with chance ``1 / sum_j max(p_j/p_i, q_j/q_i)``.
+
+    The formula applies to the blocks, and then to the tokens within a block.
+    """
     rng, vocab_size, draws = np.random.default_rng(5), 8, 200_000
     noise = gumbel(jax.random.split(jax.random.key(6), draws), vocab_size)
     width = noise.shape[-1]
@@ -208,14 +211,14 @@ def test_coupled_acceptance_is_that_of_the_noise(report):
 
 
 def agree(p, q):
-    """The chance that shared Gumbel noise draws index i from both, for every i."""
+    """Return the chance that shared Gumbel noise draws index i from both p and q, for every i."""
     p, q = p / p.sum(), q / q.sum()
     return np.array([1 / np.maximum(p / a, q / b).sum() if a > 0 and b > 0 else 0.0 for a, b in zip(p, q, strict=True)])
 
 
 @pytest.mark.parametrize("rule", LOSSY, ids=str)
 def test_receipts_are_the_distance_of_the_enumerated_law(report, rule):
-    """The law of a lossy rule's token, measured on its own thresholds, is as far from p as its receipt says."""
+    """A lossy rule's token distribution, measured on its own thresholds, is as far from p as its distortion says."""
     rng, pairs, vocab_size = np.random.default_rng(7), 500, 8
     p, q = random_laws(rng, (pairs, vocab_size)), random_laws(rng, (pairs, vocab_size))
     tokens = np.tile(np.arange(vocab_size, dtype=np.int32), pairs)[:, None]
@@ -236,9 +239,9 @@ def test_receipts_are_the_distance_of_the_enumerated_law(report, rule):
 
 
 def chances(rule, p, q):
-    """How often `rule` keeps each token, by its definition: rows of laws ``[N, V]``."""
+    """Return the probability that `rule` keeps each token, by its definition, for distributions ``[N, V]``."""
     entropy = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), 0).sum(1, keepdims=True)
-    rank = (p[:, None, :] > p[:, :, None]).sum(2)  # how many are likelier
+    rank = (p[:, None, :] > p[:, :, None]).sum(2)  # number of more likely tokens
     return {
         jspec.Lenient: lambda: p / (rule.leniency * q),
         jspec.Typical: lambda: np.where(p > np.minimum(rule.epsilon, rule.delta * np.exp(-entropy)), 1, 0),
@@ -251,7 +254,7 @@ def chances(rule, p, q):
 
 
 def judged(rule, keys, start, draft, laws):
-    """Acceptance thresholds of every row, the law after a rejection, and the receipts, all out of ``rule.accept``."""
+    """Return each row's acceptance threshold, distribution after a rejection, and distortion, from ``rule.accept``."""
     seen = {}
 
     def verdict(u):
@@ -270,11 +273,11 @@ def judged(rule, keys, start, draft, laws):
 
 @pytest.mark.slow
 def test_receipts_add_up_over_the_text(report, quick_compile):
-    """One row a text: its receipt is the sum over its tokens, each judged at the state the text had reached."""
+    """A sequence's distortion is the sum over its tokens, each verified in the state that the sequence had reached."""
     rule = jspec.TopK(1)
     counts, joint, out = texts(rule, seed=2)
     p, q = (oracle.softmax(np.asarray(model.table, float)) for model in markov())
-    each = np.where(p == p.max(1, keepdims=True), np.maximum(q - p, 0), 0).sum(1)  # of a token drafted in a state
+    each = np.where(p == p.max(1, keepdims=True), np.maximum(q - p, 0), 0).sum(1)  # of a token drafted in each state
     states = np.concatenate([np.full((len(out.tokens), 1), 2), out.tokens[:, :-1]], axis=1)
     expected = np.where(out.origins == BONUS, 0, each[states]).sum(1)
     np.testing.assert_allclose(out.stats.distortion, expected, atol=1e-5)
@@ -314,7 +317,7 @@ def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
 
 @pytest.mark.slow
 def test_more_leniency_keeps_more_drafts(report, quick_compile):
-    """The direction of table 5 of Leviathan et al. 2023."""
+    """Acceptance changes in the direction of Leviathan et al. 2023, table 5."""
     rules = Rejection(), jspec.Lenient(1.0), jspec.Lenient(0.5), jspec.Lenient(0.1)
     rates = [np.mean(np.asarray(texts(rule, seed=4, draws=20_000)[2].stats.accepted)) for rule in rules]
     report(kept=[f"{rate:.3f}" for rate in rates])

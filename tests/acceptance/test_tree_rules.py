@@ -1,4 +1,4 @@
-"""Rules of trees beside those of `test_walk`: K-SEQ's own number, and receipts against enumerated laws."""
+"""Tree rules beyond `test_walk`: K-SEQ's shared factor, and distortions against enumerated distributions."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ KEYS = jax.random.split(jax.random.key(0), 1)
 
 
 def every_draft(tree, vocab_size, replacement, seed=0):
-    """Target's laws by text, and every draft with its weight, as one batch with the target's laws behind its nodes."""
+    """Return the target's distributions by prefix, all drafts with weights, and a batch with distributions by node."""
     p, q = tables(np.random.default_rng(seed), vocab_size, tree.max_depth)
     found = drafts(tree, q, replacement)
     weights, tokens, laws = (np.array(part) for part in zip(*found, strict=True))
@@ -40,7 +40,7 @@ def every_draft(tree, vocab_size, replacement, seed=0):
 
 
 def distances(joint, p, depth):
-    """By position the mean over texts before it of the distance of its law from the target's; last that of texts."""
+    """Return each position's mean distance from the target over prefixes, and the distance of whole sequences."""
     vocab_size, found = joint.shape[0], []
     for n in range(depth + 1):
         prefixes = joint.sum(tuple(range(n + 1, depth + 1))).reshape(-1, vocab_size)
@@ -74,11 +74,11 @@ def test_receipts_of_lenience_bound_the_distance_of_every_position(report, name,
 
 
 def most_of(p, depth, leniency):
-    """The most that a text may have: each of its tokens ``1 / leniency`` of the target's."""
+    """Return each sequence's largest allowed probability: ``1 / leniency`` times the target's for each token."""
     return texts_behind(p, (), p[()], depth + 1) / leniency ** (depth + 1)
 
 
-@pytest.mark.parametrize(("name", "replacement"), TREES[2:])  # without the chain, see tests/acceptance/test_rules.py
+@pytest.mark.parametrize(("name", "replacement"), TREES[2:])  # the chain is in tests/acceptance/test_rules.py
 def test_receipts_of_the_longest_branch_bound_the_distance_of_texts(report, name, replacement):
     texts, mean = of_longest(name, replacement)
     report(texts=f"{texts:.3f}", receipts=f"{mean:.3f}")
@@ -86,7 +86,7 @@ def test_receipts_of_the_longest_branch_bound_the_distance_of_texts(report, name
 
 
 def of_longest(name, replacement):
-    """The distance of texts of a round of `Typical` from the target's, and the mean receipt."""
+    """Return the distance from the target of sequences from a `Typical` round, and the mean distortion."""
     tree, vocab_size = CASES[name]
     with jax.enable_x64(True):
         p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
@@ -114,7 +114,7 @@ def bound_of(rule):
 
 
 def test_receipts_that_forget_the_parting_are_caught(report, monkeypatch):
-    """Planted: nothing is added where the branch was chosen by what lies behind it."""
+    """Planted bug: no distortion is added if the branch was chosen by the nodes below it."""
 
     def forgetful(*arguments):
         verdict = accept_longest(*arguments)
@@ -130,7 +130,7 @@ def test_receipts_that_forget_the_parting_are_caught(report, monkeypatch):
 
 @pytest.mark.parametrize("rule", [pytest.param(jspec.Lenient(0.5), marks=pytest.mark.slow), jspec.Typical(0.5, 0.9)])
 def test_receipts_of_trees_bound_the_distance_of_texts_over_several_rounds(report, rule):
-    """Through the shipped program: four tokens on tables of their last one."""
+    """The distortion bounds the distance in the shipped program, for four tokens that depend on the previous one."""
     target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
     law = oracle.softmax(np.asarray(target.table, float))
     joint = oracle.joint_law(lambda text: law[text[-1] if text else 2], 4, 4)
@@ -145,7 +145,7 @@ def test_receipts_of_trees_bound_the_distance_of_texts_over_several_rounds(repor
 
 
 def test_the_shared_factor_is_the_least_that_is_enough(report):
-    """Against a bisection in float64 NumPy of K-SEQ's own equation, 1 - (1 - b)^k = rho b (Sun et al. 2023)."""
+    """The factor matches a bisection in float64 NumPy of K-SEQ's equation, 1 - (1 - b)^k = rho b (Sun et al. 2023)."""
     rng, rows = np.random.default_rng(0), 300
     p, q = random_laws(rng, (rows, 6)), random_laws(rng, (rows, 6))
     q, count = (q + rng.random((rows, 1)) * p) / (1 + rng.random((rows, 1))), rng.integers(1, 5, rows)
@@ -175,7 +175,7 @@ def test_planted_bugs_of_k_seq_are_caught(report, monkeypatch, change):
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-24])
 def test_degenerate_siblings_give_no_nan_and_no_impossible_token(u):
-    """Two children of one law; without a law in p or q, with equal ones, with tokens that cannot be."""
+    """Two children share one distribution; p and q may be invalid or equal, and tokens may be impossible."""
     kinds, draft, target_probs = degenerate_rows(np.random.default_rng(2), 2_000)
     draft = Draft(draft.tokens[:, :1].repeat(2, 1), draft.probs[:, :1].repeat(2, 1), Tree((0, 0)))
     kept, rest = jax.jit(judge_alike)(jnp.full(draft.tokens.shape, u, jnp.float32), draft, target_probs)
@@ -197,7 +197,7 @@ def test_what_a_rule_of_trees_is_on_a_chain(name, same):
 
 
 def test_k_seq_keeps_more_of_equal_children_than_each_alone(report):
-    """The chance that one of k children is kept: between that of one and that of the best transport."""
+    """The chance that one of k children is kept lies between that of a single child and that of optimal transport."""
     rng, kept = np.random.default_rng(1), {}
     p, q = random_laws(rng, (200, 6)), random_laws(rng, (200, 6))
     for count in (1, 2, 4, 8):

@@ -1,4 +1,4 @@
-"""The law of one round over a tree, enumerated in float64 through the shipped rules; and trees that are chains."""
+"""The distribution of one round over a tree, enumerated in float64 through the shipped rules; and chains as trees."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_every_text_of_a_round_has_the_target_law(report, name, replacement, rul
 
 
 def test_full_laws_of_children_without_replacement_are_caught(report, quick_compile):
-    """Planted: the younger sibling is judged by q as it was before the elder was drawn."""
+    """Planted bug: the later sibling is verified with q as it was before the earlier sibling was drawn."""
     tree, vocab_size = CASES["two children"]
     q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1]
     worst = error(tree, vocab_size, False, change=lambda found: [(w, x, (q[()], q[()])) for w, x, _ in found])
@@ -34,7 +34,7 @@ def test_full_laws_of_children_without_replacement_are_caught(report, quick_comp
 
 
 def test_certain_children_with_soft_laws_are_caught(report, quick_compile):
-    """Planted: the two likeliest tokens of q, judged as if drawn from it; with certain laws it is right."""
+    """Planted bug: q's two most likely tokens are verified as if drawn from q; one-hot distributions are correct."""
     tree, vocab_size = CASES["two children"]
     q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1][()]
     best = tuple(np.argsort(-q)[:2])
@@ -70,7 +70,7 @@ def test_of_equal_siblings_the_eldest_is_followed():
 
 
 def test_a_guess_that_is_none_is_never_kept():
-    """Zero laws, and what their children say does not count."""
+    """A node whose distribution is all zeros is never kept, and its children do not count."""
     tree = Tree((0, 1))
     draft = Draft(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[[0.0, 0.0], [1.0, 0.0]]]), tree)
     laws = jnp.full((1, 3, 2), 0.5)

@@ -1,4 +1,4 @@
-"""What the benchmarks compute from their readings, and the models they measure. Nothing here is timed."""
+"""The benchmarks' computations on their readings, and the models they measure. Nothing here is timed."""
 
 import importlib.util
 import json
@@ -91,7 +91,7 @@ def test_the_rival_is_the_same_model(family, toy, report):
 
 
 def test_the_rival_continues_prompts_of_several_lengths(toy, monkeypatch):
-    """Each row as it continues alone: padding on the left is not read."""
+    """Each row continues as it does alone, because padding on the left is not read."""
     torch = pytest.importorskip("torch")
     twin, rows, texts = rivals.twin(toy(0)), [TOKENS[0, :7], TOKENS[1, :3]], []
     generate = twin.generate
@@ -150,14 +150,17 @@ def test_acceptance_by_position_is_conditional():
 
 
 def test_a_guess_that_is_missing_counts_as_one_that_was_refused():
-    """Or the theorem, whose rounds have K drafts, would promise what lookup cannot keep."""
+    """A missing draft token counts as a rejected one.
+
+    Otherwise the theorem, whose rounds have K draft tokens, would promise more than lookup can deliver.
+    """
     assert (
         acceptance.acceptance_rate(made([[(0, "n"), (0, "n"), (1, "b"), (2, "b"), (0, "c"), (0, "c")]], k=2)) == 3 / 8
     )
 
 
 def test_the_prediction_counts_no_draft_that_was_not_judged():
-    """Two rounds of K = 2, all drafts accepted; the limit came before the last one was judged."""
+    """In two rounds of K = 2, all draft tokens are accepted, but the limit comes before the last is verified."""
     row = latency._drafting(made([[(2, "b"), (1, "-")]], k=2), 4, {"draft": 0.25, "3 rows": 1.5})
     assert row == {
         "K": 2,
@@ -266,7 +269,7 @@ def test_every_rule_has_a_bar():
 
 
 def test_prompts_of_every_kind_have_one_width(monkeypatch):
-    """Of a library of three modules, of which one is too short to be held out."""
+    """A library of three modules, one of them too short to be held out, gives prompts of one width."""
     modules = [
         Document(f"{name}.py", f"def {name}(x):\n    return x\n" * size)
         for name, size in (("a", 200), ("b", 300), ("c", 3))
@@ -335,7 +338,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch):
 
 
 def test_regret_is_what_the_choice_loses():
-    """Settings of 10, 8 and 9 tokens a second in every repeat; and one that is the best in half of them."""
+    """Regret is known for settings of 10, 8 and 9 tokens/s in every repeat, and for one that is best in half."""
     steady = np.tile([[[10.0, 1.0], [8.0, 1.0], [9.0, 1.0]]], (5, 1, 1))
     assert regret.regret(steady, 0) == (0.0, 0.0) and regret.regret(steady, 1) == pytest.approx((0.2, 0.2))
     noisy = np.array([[[10.0, 1.0], [10.0, 0.5 if repeat % 2 else 2.0]] for repeat in range(20)])

@@ -1,4 +1,4 @@
-"""The benchmarks of a model that answers chats, with a tiny one; and how they compare texts."""
+"""The chat-model benchmarks on a tiny model, and their comparison of outputs."""
 
 import importlib.util
 import itertools
@@ -28,7 +28,7 @@ TOKENIZER.chat_template = TEMPLATE
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """The folder of a tiny target with a chat template and positions for all questions."""
+    """Return the folder of a tiny target with a chat template and enough positions for all questions."""
     folder = text_pair.write(tmp_path_factory.mktemp("bench") / "chatty", max_position_embeddings=2048)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -36,7 +36,7 @@ def chatty(tmp_path_factory):
 
 @pytest.fixture
 def bench(chatty, tmp_path):
-    """``bench(command, *options)``: the written report of a command on the tiny target."""
+    """Return ``bench(command, *options)``, which returns the report that a command writes for the tiny target."""
 
     def run(command, *options):
         done = CliRunner().invoke(app, [command, "--target", str(chatty), "--output", str(tmp_path), *options])
@@ -50,7 +50,7 @@ def bench(chatty, tmp_path):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Two short questions of each kind, and a short corpus."""
+    """Use two short questions of each kind, and a short corpus."""
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
     monkeypatch.setattr(agreement, "load_corpus", lambda: ([Document("a.py", "def f():\n    pass\n")], []))
 
@@ -96,7 +96,7 @@ def test_a_text_ends_with_its_first_end(text, kept):
 
 
 def test_transformers_greedy_texts_and_gaps(chatty):
-    """Each row as it is alone, and the gaps those of its own logits."""
+    """Each row of a batch is decoded as it is alone, with the gaps of its own logits."""
     torch = pytest.importorskip("torch")
     target = jspec.load(chatty)
     subject = agreement.Subject("x", target, None, TOKENIZER)
@@ -166,7 +166,7 @@ def test_without_torch_there_is_nothing_to_agree_with(monkeypatch):
 
 def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     monkeypatch.setattr(chats, "KINDS", ("chat", "code"))
-    monkeypatch.setattr(answers, "early_exit", lambda _: {})  # compiling is what takes time here
+    monkeypatch.setattr(answers, "early_exit", lambda _: {})  # compiling them takes most of the time
     options = "--requests 1 --batch 1 --batch 2 --num-draft-tokens 1 --max-new-tokens 6 --repeats 1"
     report = bench("answers", *options.split())
     rows = {(row["question"], row["batch"], row["program"]): row for row in report["rows"]}
@@ -255,7 +255,7 @@ def test_every_kind_of_question_has_a_bar_of_each_program():
 
 
 def test_seconds_to_the_first_answer_begin_with_nothing(monkeypatch):
-    """Every path of a command is in the empty folder, but for the clone's source; the second answer is not counted."""
+    """All paths in commands are in the empty folder, except the clone's source; the second answer is not counted."""
     done, published = [], {}
 
     def timed(step, folder):

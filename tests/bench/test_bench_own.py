@@ -1,4 +1,4 @@
-"""The benchmarks on checkpoints and prompts of one's own, and the sentence that answers each mistake."""
+"""The benchmarks on user-supplied checkpoints and prompts, and a one-sentence error for each mistake."""
 
 import json
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Folders of a tiny target of two layers and its draft."""
+    """Return the folders of a tiny two-layer target and its draft model."""
     folder = tmp_path_factory.mktemp("pair")
     return text_pair.write(folder / "mine", num_hidden_layers=2), text_pair.write(folder / "its-draft", distance=0.3)
 
 
 @pytest.fixture
 def bench(pair, tmp_path):
-    """``bench(command, *options, **own)``: exit code and output; `own` replaces --target, --draft, ... (None: none)."""
+    """Return ``bench(command, *options, **own)``: exit code and output. `own` sets --target etc.; None omits one."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("the thing\nin a\n", encoding="utf-8")
     given = {"target": pair[0], "draft": pair[1], "prompts": prompts, "output": tmp_path / "new" / "results"}
@@ -83,7 +83,7 @@ def test_what_drafts_without_a_model_does_so_for_the_target_of_a_pair_too(pair, 
 
 
 def test_a_step_is_a_pass_of_what_drafts(pair):
-    """Of an exit that of the target's layers which it runs; lookup has none."""
+    """An early exit's step is a pass over the target's layers that it runs; lookup has no step."""
     target, draft = (jspec.load(folder) for folder in pair)
     found = [
         subject.Subject("x", target, one).draft_passes({"a": 1}, 1, 4, 8)

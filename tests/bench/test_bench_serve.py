@@ -1,4 +1,4 @@
-"""`python -m bench serve`: clients of a real server, in small."""
+"""`python -m bench serve`: a small run of clients against a real server."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def bench(*words):
 
 
 def test_figures_of_answers():
-    """Two turns of two answers each, made up: medians over turns, sums over answers."""
+    """Results are medians over turns and sums over answers, for two made-up turns of two answers each."""
     drafts = {"rounds": 10, "drafted": 20, "judged": 18, "accepted": 6}
     none = dict.fromkeys(drafts, 0) | {"rounds": 30}
     slow, fast = (serve.Answer(first, 0.02, 30, drafts) for first in (0.4, 0.1))
@@ -69,7 +69,7 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
     for row in rows:
         assert 0 < row["TTFT p50, ms"] <= row["TTFT p99, ms"] and 0 <= row["TPOT p50, ms"] <= row["TPOT p99, ms"]
         assert row["good a second"] > 0
-    # Work that was done, and how well: the same seeds are the same texts, so every load has the same figures.
+    # The same seeds give the same outputs, so every load does the same work with the same acceptance.
     assert drafted[0]["acceptance"] == pytest.approx(drafted[1]["acceptance"], abs=0.2)
     advised = min(row["acceptance"] for row in drafted) < 0.5
     assert any("smaller --num-draft-tokens" in note for note in found["notes"]) == advised

@@ -1,4 +1,4 @@
-"""The benchmarks of training: what they make of their runs, and the commands."""
+"""The training benchmarks: the summaries of their runs, and the commands."""
 
 import json
 
@@ -12,7 +12,7 @@ from bench.guesses import app
 
 @pytest.fixture
 def rows(tmp_path):
-    """``rows(command, "--steps 2 ...")``: those of the table that a command writes."""
+    """Return ``rows(command, "--steps 2 ...")``, which returns the rows of the table that a command writes."""
 
     def run(command, options):
         done = CliRunner().invoke(app, [command, *options.split(), "--output", str(tmp_path)])
@@ -46,7 +46,7 @@ def test_what_a_step_is_made_of(rows):
 def test_a_domain_that_is_new(rows):
     found = rows("online", "--steps 2 --requests 2 --batch 2 --new-tokens 8")
     assert [row["tokens served"] for row in found] == [16, 32]
-    assert found[0]["learning"] == found[0]["as it was"]  # the first request is before all learning
+    assert found[0]["learning"] == found[0]["as it was"]  # the first request comes before any learning
 
 
 @pytest.mark.parametrize("options", ["losses --kind owl", "online --kind owl", "training --kinds eagle,owl"])

@@ -1,4 +1,4 @@
-"""What the benchmarks of trees and of noise compute, in closed form, and both commands on tiny models."""
+"""The tree and noise benchmarks: their results against closed forms, and both commands on tiny models."""
 
 import json
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ RATES = 0.5, 0.3
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A tiny target of two layers, with a chat template."""
+    """Return the folder of a tiny two-layer target with a chat template."""
     folder = text_pair.write(tmp_path_factory.mktemp("two") / "two", num_hidden_layers=2)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -38,17 +38,17 @@ def played(target, draft, temperature=0.0, rows=2, new_tokens=24):
 
 
 def test_synthetic_trees_bring_what_was_predicted(two):
-    """Whatever they guess, and where lookup has no guess."""
+    """Synthetic acceptance gives the predicted yield for any draft, even if lookup drafts nothing."""
     game = played(jspec.load(two), jspec.NGramDrafter(), rows=4, new_tokens=100)
     outs = game.drafted(play.branching(jspec.NGramDrafter(), TREE), accept=Synthetic(RATES))()
     tokens = np.concatenate([out.lengths for out in outs]).sum() / sum(int(out.stats.rounds.sum()) for out in outs)
-    deviation = TREE.max_depth / 2 / (400 / theory.tree_yield(TREE, RATES)) ** 0.5  # at most, of 400 tokens
+    deviation = TREE.max_depth / 2 / (400 / theory.tree_yield(TREE, RATES)) ** 0.5  # an upper bound, for 400 tokens
     assert abs(tokens - theory.tree_yield(TREE, RATES)) < 4 * deviation
     assert str(Synthetic(RATES)) == "synthetic 0.5 0.3"
 
 
 def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
-    """All greedy: texts are alike whatever the keys and the tree; each rank counts as often as a fan accepts it."""
+    """Greedy outputs are the same for any keys and tree, and each rank counts as often as it is accepted."""
     game, tree = played(jspec.load(two), jspec.NGramDrafter()), jspec.Tree.branching((3,))
     plain = game.plain()()
     assert [out.tokens.shape for out in plain] == [(1, 24)] * 2
@@ -83,7 +83,7 @@ def test_rounds_are_what_the_start_leaves():
 
 
 def test_of_the_rounds_of_every_batch_one_is_its_start():
-    """Two batches of two rows and one row: 4, 3 and 2 rounds are played, 6 of them behind the first."""
+    """Batches of two, two and one rows play 4, 3 and 2 rounds; 6 of these come after a batch's first."""
     out = SimpleNamespace(stats=SimpleNamespace(rounds=np.array([4, 1, 3, 3, 2])))
     assert play.whole_over_rest(out, 2) == 9 / 6
 
@@ -112,7 +112,7 @@ RATES_OF = np.array([0.6, 0.2, 0.1, 0.05])
     ],
 )
 def test_what_is_compared(rule, draft, temperature, names):
-    """Each once: the best of four nodes are left out where they are a chain, and what no rule may judge."""
+    """Each setting appears once; a best of four that is a chain, and drafts no rule can verify, are left out."""
     game = play.Play(Subject("x", None, draft), (), 1, 8, temperature)
     found = trees.settings(game, rule, RATES_OF, [4, 8], 2)
     found = [one for one in found if one.name != f"{rule}, best of 4"]
@@ -143,7 +143,7 @@ def test_the_fastest_are_named():
 
 @pytest.mark.slow
 def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
-    """A whole command."""
+    """The whole command runs and writes its report."""
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
     words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 8 --children 1 --max-depth 1"
     how = "--repeats 1 --max-new-tokens 8 --temperature 0"
@@ -165,7 +165,10 @@ def laws(count, size, seed=0):
 
 
 def test_full_noise_accepts_as_often_as_the_closed_form(report):
-    """Of one guess: ``sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)``, of 40,000 noises within four standard errors."""
+    """One draft token is kept at ``sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)``.
+
+    This holds within four standard errors for 40,000 noises.
+    """
     (p,), (q,) = laws(1, 12)
     chance = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(12))
     ranks = np.asarray(noise.ranks_at_once(jax.random.split(jax.random.key(0), 40_000), p, q, 3))
@@ -175,7 +178,7 @@ def test_full_noise_accepts_as_often_as_the_closed_form(report):
 
 @pytest.mark.parametrize("ranks", [noise.ranks_in_two_steps, noise.ranks_at_once])
 def test_children_are_different_tokens(ranks):
-    """As many as the vocabulary has contain the target's; of a draft like the target it is the eldest."""
+    """If children cover the vocabulary, the target's token is among them, and is first if the draft is the target."""
     (p,), (q,) = laws(1, 5)
     keys = jax.random.split(jax.random.key(0), 64)
     assert set(np.asarray(ranks(keys, p, q, 5))) <= set(range(5)) and not ranks(keys, p, p, 5).any()
@@ -183,7 +186,7 @@ def test_children_are_different_tokens(ranks):
 
 @pytest.mark.parametrize("name", noise.WAYS)
 def test_every_way_draws_from_the_law(name):
-    """Of 20,000 draws each token as often as it should, within four standard errors."""
+    """Each token's share of 20,000 draws equals its probability to within four standard errors."""
     p = laws(1, 8)[0][0]
     keys, positions = jax.random.split(jax.random.key(1), 20_000), np.zeros((20_000, 1), np.int32)
     tokens = noise.WAYS[name](keys, positions, np.broadcast_to(p, (20_000, 1, 8)))
@@ -192,7 +195,7 @@ def test_every_way_draws_from_the_law(name):
 
 
 def test_coarse_noise_draws_rare_tokens_too_seldom():
-    """As the sum over all that 10 bits can say."""
+    """The closed form matches the sum over all 10-bit values."""
     p = np.array([1e-1, 1e-2, 1e-3, 2e-4])
     v = (np.arange(1024) + 0.5) / 1024
     exact = ((1 - v) ** ((1 - p) / p)[:, None]).mean(1) / p
@@ -202,7 +205,7 @@ def test_coarse_noise_draws_rare_tokens_too_seldom():
 
 
 def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
-    """The whole command but for its models; and its picture."""
+    """The whole command, except for its models, writes its report and its plot."""
     for module in (noise, passes):
         monkeypatch.setattr(module, "LOOP_SECONDS", 0.001)
     monkeypatch.setattr(noise, "SIZES", ((2, 5),))

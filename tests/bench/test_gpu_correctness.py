@@ -1,4 +1,4 @@
-"""The drill detects wrong kernels and wrong laws: every planted mistake shows as a row that is not ok."""
+"""The drill detects wrong kernels and wrong distributions: every planted bug gives a row that is not ok."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,22 +13,22 @@ from jspec.models.kernels.decode_attention import decode_attention
 
 
 def _late(qkv, tables, keys, values, positions, **options):
-    """The new tokens stand one slot late."""
+    """Planted bug: the new tokens are one slot late."""
     return decode_attention(qkv, tables, keys, values, positions + 1, **options)
 
 
 def _turned_back(qkv, tables, keys, values, positions, **options):
-    """Queries and keys are rotated the other way."""
+    """Planted bug: queries and keys are rotated the other way."""
     return decode_attention(qkv, (tables[0], -tables[1]), keys, values, positions, **options)
 
 
 def _unwritten(qkv, tables, keys, values, positions, **options):
-    """The cache stays as it was."""
+    """Planted bug: the cache is not written."""
     return decode_attention(qkv, tables, keys, values, positions, **options)[0], keys, values
 
 
 def _coarse(*arguments, **options):
-    """The result has two digits less."""
+    """Planted bug: the result has two fewer digits."""
     mixed, *caches = decode_attention(*arguments, **options)
     return (mixed.astype(jnp.float8_e4m3fn).astype(mixed.dtype), *caches)
 
@@ -43,7 +43,7 @@ def _without_residual(x, inner, weight, gamma, **options):
 
 @pytest.mark.parametrize("wrong", [_late, _turned_back, _unwritten, _coarse, _unweighted, _without_residual, None])
 def test_a_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
-    """None is the kernel as it is."""
+    """Every planted bug is detected; None stands for the kernel as it is, which is ok."""
     record, norms = Record(tmp_path / "step.json"), wrong in (_unweighted, _without_residual)
     monkeypatch.setattr(kernels, "ATTENTION", {"several tokens": (2, 3, 4, 2, 64, 40, [7, 0])})
     monkeypatch.setattr(kernels, "NORM", {"several rows": kernels.NORM["several rows"]})
@@ -57,7 +57,7 @@ def test_a_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
 
 
 def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
-    """As a GPU does them unless it is asked not to: with ten bits of the operands."""
+    """Products that use ten bits of each operand, as a GPU does by default, are detected."""
 
     def rough(qkv, *arguments, **options):
         bits = np.uint32(0xFFFFE000)
@@ -76,7 +76,7 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
 
 @pytest.mark.slow
 def test_another_law_is_not_ok(quick_compile):
-    """The counts of a model, against its own law and that of its draft."""
+    """A model's counts fit its own distribution but not that of its draft model."""
     target, draft = (random_llama(law._SHAPE, jnp.float32, seed) for seed in (0, 1))
     counts, rate = law._counts(target, draft, 4096, 4096, "rejection", 2)
     assert counts.sum() == 4096 and 0.1 < rate < 0.9

@@ -1,4 +1,4 @@
-"""The driver of the GPU drill: what it leaves of steps that fail, and when it is killed. The steps are made up."""
+"""The GPU drill's driver: the files it leaves after steps fail or it is killed. The steps are made up."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ MODULES = {
 
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
-    """``steps(*names)``: steps whose modules are those of `MODULES`; "absent" has none."""
+    """Return ``steps(*names)``, which gives steps whose modules are in `MODULES`; "absent" has no module."""
     for name, body in MODULES.items():
         code = f"import os, subprocess, time\nfrom pathlib import Path\ndef run(record, rehearse):\n  {body}\n"
         (tmp_path / f"step_{name}.py").write_text(code)
@@ -65,7 +65,7 @@ def test_steps_that_fail_leave_their_rows_and_the_next_one_runs(steps, tmp_path,
 
 
 def test_a_step_that_hangs_is_ended_at_its_limit_with_what_it_started(steps, tmp_path):
-    """It leaves their time to the others."""
+    """A step that hangs leaves the other steps their time."""
     hangs, fine = steps("hangs", "fine")
     Drill(tmp_path / "out", 168, True, [hangs, dataclasses.replace(fine, share=20.0)]).run()
     files = _read(tmp_path / "out")
@@ -108,7 +108,7 @@ def _wait(condition, seconds=120):
 
 
 def test_a_file_is_complete_at_any_moment(tmp_path):
-    """A reader that looks all the time never sees half of it."""
+    """A reader that polls constantly never sees a partial file."""
     record = Record(tmp_path / "step.json")
     writer = threading.Thread(target=lambda: [record.add("row", text="x" * 1000) for _ in range(200)])
     writer.start()
@@ -127,7 +127,7 @@ def test_a_figure_that_json_does_not_know_costs_nothing(tmp_path):
 
 
 def test_the_summary_fits_what_a_terminal_keeps(tmp_path):
-    """Wrong results come first, however many rows are right."""
+    """Wrong results come first, for any number of correct rows."""
     entries = []
     for step in STEPS:
         record = Record(tmp_path / f"{step.name}.json")

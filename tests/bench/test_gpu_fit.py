@@ -1,4 +1,4 @@
-"""The drill's arithmetic: constants fitted to made-up measurements, and a trace read beside the kernels of a round."""
+"""The drill's arithmetic: constants fitted to made-up measurements, and a trace matched with a round's kernels."""
 
 import dataclasses
 import json
@@ -11,12 +11,12 @@ from bench.gpu import fit, profile
 from jspec.core.devices import DEVICES
 
 H100 = DEVICES["h100"]
-# Milliseconds of work and kernels, about those of plain decoding, rounds of K = 1, 2 and 4, and an 8B.
+# Milliseconds of work and numbers of kernels, close to plain decoding, rounds of K = 1, 2 and 4, and an 8B model.
 LOADS = {"plain": (1.95, 296), "K=1": (2.73, 470), "K=2": (3.48, 640), "K=4": (4.98, 983), "8B": (4.6, 710)}
 
 
 def write(folder, seconds, name="03-decoding.json", **changes):
-    """The file of a drill in which a round took ``seconds(work, kernels)``, in milliseconds."""
+    """Write the file of a drill in which a round took ``seconds(work, kernels)`` milliseconds."""
     rows = [{"what": "compiled", "seconds": 30.0}]
     rows += [
         {
@@ -54,7 +54,7 @@ def test_noise_moves_constants_little(tmp_path):
 
 
 def test_constants_stay_in_their_ranges(tmp_path):
-    """Rounds that take less than their bytes at the published bandwidth, and rounds that cost less for more kernels."""
+    """Constants stay in range for rounds faster than the published bandwidth or cheaper with more kernels."""
     write(tmp_path, lambda work, kernels: 0.9 * work)
     found = fit.fit(fit.rounds(tmp_path)[1])
     assert (found.launch, found.bandwidth_share) == (pytest.approx(0, abs=1e-12), pytest.approx(1))
@@ -72,7 +72,7 @@ def test_a_fit_says_what_to_write(tmp_path, capsys):
 
 
 def test_int8_is_held_out_and_too_few_rounds_are_refused(tmp_path, monkeypatch):
-    """An int8 round that takes twice as long changes no constant, and shows."""
+    """An int8 round that takes twice as long changes no constant but shows in the report."""
     monkeypatch.setitem(LOADS, "int8 3B plain", (1.0, 300))
     write(tmp_path, lambda work, kernels: (2 if kernels == 300 else 1) * (work / 0.8 + kernels * 1.5e-3))
     assert fit.main([str(tmp_path)]) is None
@@ -120,7 +120,7 @@ KERNELS = [
 
 
 def launches():
-    """Two rounds: two products of 2 us, a sum of 1 us, gaps of 1 us; before them a prefill, between them a copy."""
+    """Return two rounds of two 2 us products, a 1 us sum and 1 us gaps, with a prefill before and a copy between."""
     found, now = [profile.Launch("prefill.7", -50e3, -10e3)], 0.0
     for _ in range(2):
         for op, taken in (

@@ -1,4 +1,4 @@
-"""The whole drill where it has never run: packed, in a fresh environment like its machine's, without a network."""
+"""The whole drill on a fresh copy: packed, in an environment like its machine's, without a network."""
 
 import json
 import os
@@ -11,17 +11,17 @@ import pytest
 from bench.gpu.steps import STEPS
 from support.places import ROOT
 
-WITHOUT_TORCH = "rivals"  # measures transformers with torch, which is gigabytes
+WITHOUT_TORCH = "rivals"  # measures transformers with torch, which takes gigabytes
 
 
 def _python():
-    """A Python 3.12 that starts, or None."""
+    """Return a Python 3.12 that starts, or None."""
     path = shutil.which("python3.12")
     return path if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0 else None
 
 
 PYTHON = _python()
-# pip must not find a server, and nothing else may.
+# Neither pip nor anything else may reach a server.
 OFFLINE = {
     "PIP_NO_INDEX": "1",
     "HF_HUB_OFFLINE": "1",
@@ -38,7 +38,7 @@ def _command(*command, **options):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the tree with the packed wheels, and nothing that git ignores beside them."""
+    """Return a copy of the tree with the packed wheels, but without other files that git ignores."""
     _command("bash", "bench/gpu/pack", cwd=ROOT)
     folder = tmp_path_factory.mktemp("tree")
     names = _command("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")

@@ -1,4 +1,4 @@
-"""`jspec chat`: lines are messages, answers come as they are decoded, and Ctrl-C stops one of them."""
+"""`jspec chat`: lines are messages, answers appear as they are decoded, and Ctrl-C stops one answer."""
 
 import contextlib
 import signal
@@ -35,7 +35,7 @@ print("deaf", flush=True)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Of a pair that knows more positions than usual."""
+    """Return the folders of a pair with more positions than usual."""
     folder = tmp_path_factory.mktemp("sources")
     more = {"max_position_embeddings": 512}
     return text_pair.write(folder / "target", **more), text_pair.write(folder / "draft", distance=0.3, **more)
@@ -50,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture
 def talk(sources, tokenizer):
-    """``talk(**options)``: a conversation, of 12 tokens an answer."""
+    """Return ``talk(**options)``, which starts a conversation with 12 tokens per answer."""
     target, draft = (jspec.load(folder) for folder in sources)
 
     def begin(system=None, words=tokenizer, length=256):
@@ -61,7 +61,7 @@ def talk(sources, tokenizer):
 
 
 def answered(target, tokenizer, prompt, turn):
-    """What plain decoding says to it, as the answer of that number."""
+    """Return plain decoding's answer to `prompt`, as the answer number `turn`."""
     if isinstance(prompt, list):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -79,7 +79,7 @@ def test_answers_are_those_of_plain_decoding_to_all_that_was_said(talk, tokenize
         assert answer == answered(target, tokenizer, said, turn)
         said.append({"role": "assistant", "content": answer})
     kept = [of[3] for name, of in conversation._engine.device.commands if name == "assign_slot"]
-    assert kept[0] == 0 and 0 < kept[1] < kept[2]  # what was said before is not read again
+    assert kept[0] == 0 and 0 < kept[1] < kept[2]  # earlier turns are not prefilled again
 
 
 def test_without_a_template_a_text_goes_on(talk):
@@ -149,7 +149,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(run, sources, monkeypatch):
 
 
 def test_ctrl_c_is_heard_in_the_block_and_ends_the_process_outside():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored here a new program ignores, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a new program also ignores what is ignored here
     found = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout) == (130, "stopped\n"), found.stderr
 

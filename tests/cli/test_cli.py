@@ -1,4 +1,4 @@
-"""The command as people meet it: help at once, one sentence for a mistake, one text whatever the way."""
+"""The command line: immediate help, one sentence per mistake, and the same output for every kind of call."""
 
 import importlib
 import inspect
@@ -34,7 +34,7 @@ PROMPTS = ["the thing", "in a", "Ω ≠ 🙂 then"]
 
 @pytest.fixture
 def generate(run, sources):
-    """``generate(*arguments)``: the objects of a successful `jspec generate --json` with the tiny pair."""
+    """Return ``generate(*arguments)``: the objects of a successful `jspec generate --json` with the tiny pair."""
 
     def command(*arguments, length=24, **options):
         arguments = "--target", sources[0], *arguments, "-n", length, "--json"
@@ -72,7 +72,7 @@ def test_help_and_mistakes_load_nothing_slow(arguments):
 
 
 def test_public_names_are_found_when_they_are_used():
-    """They are imported lazily, from the file that defines them."""
+    """Public names are imported lazily, from the file that defines them."""
     module = importlib.import_module("jspec.generation.generate")
     assert jspec.generate is module.generate and jspec.speculative_generate is module.speculative_generate
     assert all(getattr(jspec, name) is not None for name in jspec.__all__) and {*jspec.__all__} <= {*dir(jspec)}
@@ -94,7 +94,7 @@ def test_version_and_help(run):
 
 
 def test_bundled_pair_by_default(tmp_path):
-    """A whole process, as a newcomer starts it: no noise, and a private cache of compiled programs."""
+    """A process with default settings prints no noise and makes a private cache of compiled programs."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     command = [sys.executable, "-m", "jspec", "generate", "def main():", "--max-new-tokens", "6", "--json"]
@@ -109,12 +109,12 @@ def test_ragged_prompts_are_the_prompts_alone(generate):
     together = generate(*PROMPTS, "--temperature", 0)
     assert [line["prompt"] for line in together] == PROMPTS
     assert [line["text"] for line in together] == [generate(p, "--temperature", 0)[0]["text"] for p in PROMPTS]
-    # Sampled, the first request has the same key in any batch.
+    # When sampling, the first request has the same key in any batch.
     assert generate(*PROMPTS, "--seed", 13)[0]["tokens"] == generate(PROMPTS[0], "--seed", 13)[0]["tokens"]
 
 
 def test_json_adds_up(generate):
-    for line in generate(*PROMPTS, "--seed", 13):  # no text ends before the limit
+    for line in generate(*PROMPTS, "--seed", 13):  # no output ends before the limit
         stats, origins = line["stats"], line["origins"]
         assert set(line) == FIELDS and line["num_draft_tokens"] == 4
         assert len(line["tokens"]) == len(line["logprobs"]) == len(origins) == stats["tokens"] == 24
@@ -144,7 +144,7 @@ def test_standard_input_is_one_prompt(generate):
 
 
 def test_every_option_arrives(monkeypatch, sources):
-    """Caught before decoding, which is checked elsewhere."""
+    """Every option reaches the decoding function, which other tests check."""
     caught = []
     monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: caught.append(arguments) or 1 / 0)
     pair = ["--target", str(sources[0]), "--draft", str(sources[1])]
@@ -162,19 +162,19 @@ def test_every_option_arrives(monkeypatch, sources):
 
 
 def test_a_tree_is_drafted(generate):
-    """Its depth stands where the number of drafts does; the coupled text is the plain one."""
+    """A tree's depth is reported as the number of draft tokens, and the coupled output equals the plain one."""
     drafting, plain = (
         generate(PROMPTS[0], *options)[0] for options in (["--tree", "0,0,1", "--accept", "coupled"], ["--plain"])
     )
     assert drafting["tokens"] == plain["tokens"] and drafting["num_draft_tokens"] == 2
-    assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three a round
+    assert drafting["stats"]["drafted"] > 2 * (drafting["stats"]["rounds"] - 2)  # three draft tokens a round
 
 
 @pytest.mark.parametrize(
     ("draft", "can"), [("model", True), ("exit:3", True), ("store.safetensors", True), ("lookup", False)]
 )
 def test_which_drafts_branch(draft, can):
-    """Those of which `jspec tune` may say that a tree is the fastest."""
+    """`can_branch` is true for drafts with which `jspec tune` may recommend a tree."""
     assert Sources("target", draft).can_branch == can and not Sources("target", draft, looks_up=True).can_branch
 
 
@@ -216,7 +216,7 @@ def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, _, error = run(*command, "--num-draft-tokens", "auto")
     assert code == 0 and error.splitlines()[-1].startswith(said)
-    assert re.match(r"auto: measuring .*`jspec tune` once and pass its number", error)  # before anything slow
+    assert re.match(r"auto: measuring .*`jspec tune` once and pass its number", error)  # before anything slow starts
     assert "auto" not in run(*command)[2]
 
 
@@ -229,7 +229,7 @@ def test_tune_says_what_to_do(run, sources):
     assert isinstance(found.pop("device"), str)
     assert set(found) == set(jspec.Tuning.__dataclass_fields__) and found["num_draft_tokens"] in (0, 1)
     assert len(found["round_seconds"]) == 1 and 1 <= found["expected_tokens"][0] <= 2
-    code, out, error = run(*command, "--prompt", "the")  # a text for each of the two prompts
+    code, out, error = run(*command, "--prompt", "the")  # one --prompt per row
     assert (code, error) == (0, "") and "batch 2, temperature 1.0" in out and out.count("<- best") == 1
     assert re.fullmatch(
         r"use num_draft_tokens=1 \(\S+x plain\)|use jspec.Tree\(.*x\)|do not speculate: .*", out.splitlines()[-1]
@@ -237,7 +237,7 @@ def test_tune_says_what_to_do(run, sources):
 
 
 def test_convert_is_that_of_the_module(run, sources, tmp_path):
-    command = "convert", sources[0], tmp_path / "out\udcff", "--to", "hf"  # a name in no encoding is no obstacle
+    command = "convert", sources[0], tmp_path / "out\udcff", "--to", "hf"  # an undecodable name works
     code, out, error = run(*command)
     assert (code, error) == (0, "") and re.search(r"/out\\udcff: \d+ arrays, float32", out)
     assert convert.load(command[2]).config == convert.load(sources[0]).config
@@ -248,7 +248,7 @@ def test_convert_is_that_of_the_module(run, sources, tmp_path):
 
 
 def test_end_of_text_is_the_models(generate, sources, tmp_path):
-    """A model whose config names another end stops there, with the same text before it."""
+    """A model whose config names another EOS token stops there, with the same output before it."""
     whole = generate(PROMPTS[0], "--temperature", 0, "--plain")[0]["tokens"]
     end = whole[4]
     shutil.copytree(sources[0], tmp_path / "target")
@@ -283,7 +283,7 @@ def test_marks_where_there_are_no_colours(run, sources, monkeypatch, variables):
 
 
 def _printed(text):
-    """Its letters and signs, without those that a terminal is spared."""
+    """Return the printable characters of `text`, without replacement characters."""
     return [letter for letter in text if letter.isprintable() and letter != "\ufffd"]
 
 
@@ -302,7 +302,7 @@ def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_warnings_stay(monkeypatch, capsys, terminal):
-    """Whole, without a break of the line, in the words of the log."""
+    """Warnings are printed in full, without line breaks, in the words of the log."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     with status_line():

@@ -1,4 +1,4 @@
-"""The cache of compiled programs: every command uses it, its folder is bounded, and a damaged one heals."""
+"""The cache of compiled programs: every command uses it, its folder is bounded, and a damaged one recovers."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from jspec.cli import app
 from jspec.cli import common as shared
 from support import text_pair
 
-# Runs a command in this process and says which cache JAX uses then.
+# Runs a command in this process and prints which cache JAX uses.
 RUN = """
 import sys
 from jspec.cli import main
@@ -23,7 +23,7 @@ except SystemExit as end:
     print("USES", config.jax_compilation_cache_dir, config.jax_compilation_cache_max_size,
           config.jax_persistent_cache_min_compile_time_secs)
 """
-# As far as each command comes without compiling much, and what it says then.
+# Arguments that end each command before it compiles much, and the error it prints, if any.
 COMMANDS = {
     "generate": (
         ["x", "--target", "TARGET", "--draft", "TARGET", "--max-new-tokens", "1000000"],
@@ -65,7 +65,7 @@ def test_a_folder_of_ones_own_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_the_folder_stays_bounded(tmp_path):
-    """Programs that were used longest ago make room, though an earlier version or a kill left no times of use."""
+    """The least recently used programs are deleted, even if an earlier version or a kill left no times of use."""
     folder = tmp_path / "jspec" / "xla"
     folder.mkdir(parents=True)
     for i in range(10):

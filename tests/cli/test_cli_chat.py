@@ -1,4 +1,4 @@
-"""Chats, files of prompts, stop strings and the ways to draft, through the command."""
+"""Chats, prompt files, stop strings and drafters on the command line."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ LAST = json.dumps(HELLO[0]).encode()
 
 @pytest.fixture(scope="module")
 def chatty(sources):
-    """The folder of a target whose tokenizer has a chat template."""
+    """Return the folder of a target whose tokenizer has a chat template."""
     folder = sources[0].parent / "chatty"
     shutil.copytree(sources[0], folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -26,7 +26,7 @@ def chatty(sources):
 
 @pytest.fixture
 def generate(run, chatty):
-    """``generate(*arguments)``: objects and standard error of a successful `jspec generate --json`, 12 tokens each."""
+    """Return ``generate(*arguments)``: objects and stderr of a successful `jspec generate --json` for 12 tokens."""
 
     def command(*arguments):
         code, out, error = run("generate", "--target", chatty, "--temperature", 0, "-n", 12, "--json", *arguments)

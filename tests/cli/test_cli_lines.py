@@ -1,4 +1,4 @@
-"""Lines of any length are read from a terminal, which is left as it was."""
+"""Lines of any length are read from a terminal, which is restored afterwards."""
 
 import os
 import pty
@@ -15,7 +15,7 @@ from jspec.cli import interrupts
 from jspec.cli import line_input as lines
 from jspec.cli.common import UsageError
 
-# A conversation with somebody who says what was said.
+# A conversation with a partner that echoes each message.
 TALK = """
 import os, sys, time
 from jspec.cli import chat, interrupts
@@ -34,7 +34,7 @@ print("ENDED", flush=True)
 
 
 class Terminal:
-    """A process on a terminal; all that it shows is read as it comes.
+    """A process on a terminal, whose output is read as it arrives.
 
     Args:
         redirected: whether its standard output is a file.
@@ -44,7 +44,7 @@ class Terminal:
         self.ours, theirs = pty.openpty()
         self.before = termios.tcgetattr(self.ours)
         self._file, self._shown = folder / "output", b""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
         with open(self._file, "wb") as file:
             environment = os.environ | {"TERM": "xterm", "PYTHONPATH": os.getcwd(), "LC_ALL": "C.UTF-8"}
             self.process = subprocess.Popen(
@@ -67,12 +67,12 @@ class Terminal:
 
     @property
     def shown(self):
-        """Return the text on the terminal."""
+        """The text on the terminal so far."""
         return self._shown
 
     @property
     def said(self):
-        """Return the answer."""
+        """The answers so far, as complete lines."""
         out = self._file.read_bytes() if self._redirected else self._shown
         return [
             line.strip()
@@ -81,20 +81,20 @@ class Terminal:
         ]
 
     def type(self, text):
-        """Send these characters, as a keyboard or what pastes does."""
+        """Send these characters, as a keyboard or a paste does."""
         data = memoryview(text.encode())
         while data:
             data = data[os.write(self.ours, data[:1024]) :]
 
     def until(self, true):
-        """Wait for it."""
+        """Wait until `true()` holds."""
         end = time.monotonic() + 120
         while not true():
             assert time.monotonic() < end and self.process.poll() is None, self._shown[-2000:]
             time.sleep(0.02)
 
     def close(self):
-        """End the process and the thread that reads: the next terminal may have the same descriptor."""
+        """End the process and the reading thread, because the next terminal may have the same descriptor."""
         self.process.kill()
         self.process.wait()
         os.close(self._theirs)
@@ -138,7 +138,7 @@ def test_lines_that_come_during_an_answer_are_whole(terminal):
 
 
 def test_what_is_pasted_as_one_is_one_message(terminal):
-    """Terminals mark what is pasted; its line ends are a part of it."""
+    """Terminals mark pasted text, so its line ends are part of the message."""
     terminal.type("\x1b[200~one\ntwo\x1b[201~\n")
     terminal.until(lambda: terminal.said)
     assert terminal.said[0].startswith("GOT 7 one")
@@ -147,7 +147,7 @@ def test_what_is_pasted_as_one_is_one_message(terminal):
 def test_lines_can_be_edited_and_come_back(terminal):
     terminal.type("wrong\x15right\x7f\x7fht\n")  # Ctrl-U, backspace
     terminal.until(lambda: len(terminal.said) == 1)
-    terminal.type("\x1b[A!\n")  # the line before
+    terminal.type("\x1b[A!\n")  # the previous line
     terminal.until(lambda: len(terminal.said) == 2)
     assert terminal.said == [answer("right"), answer("right!")]
 

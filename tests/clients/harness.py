@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: log-likelihoods through /v1/completions against the log-softmax of the model itself."""
+"""lm-evaluation-harness: log-likelihoods through /v1/completions against the model's own log-softmax."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ metric_list: [{metric: acc}]
 
 
 def items(count: int) -> list[dict[str, Any]]:
-    """Pieces of held-out Python, cut at two places each, with what follows and what follows another."""
+    """Return pieces of held-out Python, each cut at two places, with its own continuation and another piece's."""
     tokenizer = load_tokenizer(PAIR / "target")
     whole = [tokenizer.decode(tokens) for kind in held_out(tokenizer, count).values() for tokens in kind]
     texts = [text[: len(text) - less] for less in (0, 40) for text in whole][:count]
@@ -41,10 +41,10 @@ def items(count: int) -> list[dict[str, Any]]:
 
 
 def direct(context: str, continuation: str, target: Any, tokenizer: Any) -> tuple[float, int]:
-    """The log-probability of a continuation, from all logits at once.
+    """Return a continuation's log-probability, computed from all logits at once, and its number of tokens.
 
-    As the harness has it: the context's own tokens, then what the tokens of the whole are beyond so many, though a
-    token across the border may make that another text. Also of how many tokens.
+    As in the harness, the context's own tokens are followed by the whole text's tokens after that many. A token across
+    the border may make that a different text.
     """
     before, whole = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in (context, context + continuation)
@@ -55,7 +55,7 @@ def direct(context: str, continuation: str, target: Any, tokenizer: Any) -> tupl
 
 
 def scored(program: str, url: str, folder: Path) -> list[dict[str, Any]]:
-    """What the harness has written about every item."""
+    """Run the harness and return its record of every item."""
     arguments = f"model={NAME},base_url={url}/v1/completions,tokenizer={PAIR / 'target'},num_concurrent=4"
     command = [program, "run", "--model", "local-completions", "--model_args", arguments, "--tasks", "direct"]
     command += ["--include_path", str(folder), "--output_path", str(folder / "out"), "--log_samples"]

@@ -1,4 +1,4 @@
-"""Schemathesis: bodies made up from the schemas of what the server takes, right and wrong; no answer is a 5xx."""
+"""Schemathesis: valid and invalid bodies, generated from the request schemas, never cause a 5xx response."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 
 
 def main() -> None:
-    """Run it against a server, which must answer afterwards."""
+    """Run Schemathesis against a server, which must still answer afterwards."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("schemathesis", help="the program")
     parser.add_argument("--cases", type=int, default=5000)

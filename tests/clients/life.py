@@ -1,4 +1,4 @@
-"""Clients that leave, crowds, slow readers, and the end of a server under load."""
+"""Clients that disconnect, crowds, slow readers, and a server's shutdown under load."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ WAITING = 8
 
 
 async def stream(api: Any, number: int, times: list[float] | None = None, most: int | None = None) -> int:
-    """Tokens that came until the end, or until the client has left after `most` pieces."""
+    """Stream a completion and return its number of tokens; disconnect after `most` pieces, if given."""
     fields = LONG | {"prompt": TEXTS[number % len(TEXTS)], "seed": number, "stream": True}
     chunks, tokens, pieces = await api.completions.create(**fields, stream_options={"include_usage": True}), 0, 0
     async for chunk in chunks:
@@ -36,7 +36,7 @@ async def stream(api: Any, number: int, times: list[float] | None = None, most: 
 
 
 async def disconnects(url: str, count: int) -> float:
-    """Most seconds until nothing runs or waits any more, after a client has left."""
+    """Return the most seconds from a client's disconnect until no request runs or waits."""
     worst = 0.0
     async with client(url) as api:
         for number in range(count):
@@ -49,7 +49,7 @@ async def disconnects(url: str, count: int) -> float:
 
 
 async def crowd(url: str, count: int) -> tuple[int, int, int]:
-    """Of so many at once: answered in full, refused with 429 and Retry-After, and anything else."""
+    """Send `count` requests at once; count full answers, rejections with 429 and Retry-After, and anything else."""
     async with client(url) as api:
 
         async def one(number: int) -> str:
@@ -64,7 +64,7 @@ async def crowd(url: str, count: int) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def deaf(url: str, count: int) -> Iterator[None]:
-    """Connections that have asked for a stream and read nothing of it."""
+    """Hold connections open that request a stream and read nothing of it."""
     host, port = url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as stack:
         for number in range(count):
@@ -87,7 +87,7 @@ def deaf(url: str, count: int) -> Iterator[None]:
 
 
 async def gaps(url: str, readers: int) -> list[float]:
-    """Seconds between pieces of three streams, beside others that are read."""
+    """Return the seconds between pieces of three streams, while `readers` other streams are read."""
     async with client(url) as api:
         every: list[list[float]] = [[], [], []]
         fields = LONG | {"prompt": TEXTS[0], "max_tokens": 900, "stream": True, "logprobs": 20}
@@ -103,7 +103,7 @@ async def gaps(url: str, readers: int) -> list[float]:
 
 
 def slow_readers(url: str, turns: int, readers: int = 4) -> float:
-    """The p99 beside those who read nothing over that beside as many who read; median of turns."""
+    """Return the p99 gap beside clients that read nothing, relative to as many that read; the median over turns."""
     ratios = []
     for _ in range(turns):
         usual = np.percentile(asyncio.run(gaps(url, readers)), 99)
@@ -116,7 +116,7 @@ def slow_readers(url: str, turns: int, readers: int = 4) -> float:
 
 
 async def ended(url: str, process: Any) -> tuple[int, int]:
-    """SIGTERM under load: how many that were accepted are answered in full, and the status of one that comes later."""
+    """Send SIGTERM under load; return how many accepted requests are answered in full, and a later one's status."""
     async with client(url) as api:
         begun = [asyncio.create_task(stream(api, number)) for number in range(SLOTS + 4)]
         while (now := metrics(url))["num_requests_running"] + now["num_requests_waiting"] < SLOTS + 4:
@@ -129,7 +129,7 @@ async def ended(url: str, process: Any) -> tuple[int, int]:
 
 
 def main() -> None:
-    """All of it, one after another."""
+    """Run all checks, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--disconnects", type=int, default=200)
     parser.add_argument("--turns", type=int, default=5)

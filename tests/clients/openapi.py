@@ -1,4 +1,4 @@
-"""Prints what the server takes, as OpenAPI, made from the bodies that it reads: Schemathesis invents cases from it."""
+"""Print an OpenAPI document, made from the server's request bodies, from which Schemathesis generates cases."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ ERROR = {
 
 
 def document(model: str) -> dict:
-    """Of a server of this model; cases are of it, or all would end with 404."""
+    """Return the document of a server for this model; cases name the model, or they would all return 404."""
     models: list[tuple[type[Any], JsonSchemaMode]] = [(body, "validation") for body in ROUTES.values()]
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
     found = schemas["$defs"]

@@ -1,4 +1,4 @@
-// The page of a server in a headless Chromium: a text appears, piece by piece and coloured, with its figures.
+// The server's page in a headless Chromium: text appears piece by piece and coloured, with its statistics.
 import chromium from "@sparticuz/chromium"
 import puppeteer from "puppeteer-core"
 

@@ -1,4 +1,4 @@
-"""The page of a server, in a headless Chromium."""
+"""The server's web page in a headless Chromium."""
 
 import argparse
 import subprocess
@@ -8,7 +8,7 @@ from common import pair
 
 
 def main() -> None:
-    """Run the script, which tells the figure."""
+    """Run the script, which prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", help="with page.mjs and the packages that it needs")
     folder = parser.parse_args().folder

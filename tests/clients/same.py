@@ -1,4 +1,4 @@
-"""OpenAI's client, both APIs: what comes as a stream is what comes at once, and what `usage` and the metrics count."""
+"""OpenAI's client on both APIs: streamed and complete responses agree, and `usage` and metrics count them."""
 
 import argparse
 import asyncio
@@ -9,7 +9,7 @@ from common import NAME, TEXTS, Report, client, metrics, pair
 
 
 def body(number: int) -> tuple[bool, dict[str, Any]]:
-    """Whether a chat, and the fields; all of it by chance."""
+    """Return whether the request is a chat, and its fields, all chosen at random."""
     rng = np.random.default_rng(number)
     is_chat, text = bool(number % 2), str(rng.choice(TEXTS))
     fields: dict[str, Any] = {"model": NAME, "max_tokens": int(rng.integers(1, 49)), "seed": number}
@@ -30,7 +30,7 @@ def body(number: int) -> tuple[bool, dict[str, Any]]:
 
 
 async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]:
-    """By choice its text, ids, log-probabilities and end; and the usage."""
+    """Return each choice's text, ids, log-probabilities and finish reason, and the usage."""
     is_chat, fields = body(number)
     create = api.chat.completions.create if is_chat else api.completions.create
     if not stream:
@@ -56,7 +56,7 @@ async def ask(api: Any, number: int, stream: bool) -> tuple[dict[int, Any], Any]
 
 
 def differences(number: int, texts: dict[int, Any], streamed: dict[int, Any]) -> list[str]:
-    """What is not alike in two answers to one request; log-probabilities may differ by rounding."""
+    """Return the differences between two responses to one request; log-probabilities may differ by rounding."""
     if texts.keys() != streamed.keys():
         return [f"request {number}: choices {[*texts]} and {[*streamed]}"]
     found = []
@@ -74,7 +74,7 @@ def differences(number: int, texts: dict[int, Any], streamed: dict[int, Any]) ->
 
 
 async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
-    """How many requests differ in what, and sums of usage."""
+    """Return the numbers of requests that differ or are miscounted, and the sums of usage."""
     room, found = asyncio.Semaphore(at_once), {"differ": 0, "uncounted": 0, "prompt": 0, "completion": 0}
     async with client(url) as api:
 
@@ -98,7 +98,7 @@ async def compare(url: str, requests: int, at_once: int = 16) -> dict[str, int]:
 
 
 def main() -> None:
-    """Ask, compare, and tell."""
+    """Send the requests, compare the responses, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000)
     requests, report = parser.parse_args().requests, Report()

@@ -14,13 +14,13 @@ CLIENTS = 12
 
 
 def resident(process: Any) -> float:
-    """MiB."""
+    """Return the process's resident memory in MiB."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
 
 async def one(api: Any, rng: np.random.Generator, until: float, counts: dict[str, int]) -> None:
-    """A client with requests of many kinds, of which it leaves some."""
+    """Run a client that sends requests of many kinds and disconnects from some of them."""
     while time.monotonic() < until:
         fields: dict[str, Any] = {
             "model": NAME,
@@ -45,7 +45,7 @@ async def one(api: Any, rng: np.random.Generator, until: float, counts: dict[str
 
 
 async def soak(url: str, process: Any, seconds: float) -> tuple[list[float], dict[str, int]]:
-    """Memory by time, and how many were asked and left."""
+    """Return memory over time, and the numbers of requests sent and abandoned."""
     until, counts, sizes = time.monotonic() + seconds, {"asked": 0, "left": 0}, []
     async with client(url) as api:
         clients = [asyncio.create_task(one(api, np.random.default_rng(i), until, counts)) for i in range(CLIENTS)]
@@ -59,7 +59,7 @@ async def soak(url: str, process: Any, seconds: float) -> tuple[list[float], dic
 
 
 def main() -> None:
-    """Run, and tell."""
+    """Run the soak and report the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     minutes, report = parser.parse_args().minutes, Report()

@@ -1,4 +1,4 @@
-"""Which files of a directory are read: those that transformers reads, whatever lies beside them."""
+"""Loading a directory reads the same files as transformers and ignores all others."""
 
 import logging
 import shutil
@@ -54,7 +54,7 @@ BESIDE = {
 
 
 def transformers_params(folder, raw):
-    """The weights that transformers loads, by our names."""
+    """Return the weights that transformers loads, keyed by our names."""
     pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def test_files_beside_the_weights_are_not_read(tmp_path, name, shards):
 
 
 def test_one_file_comes_before_an_index(tmp_path):
-    """Two whole models: transformers takes model.safetensors, and so does an index that is damaged."""
+    """A directory with two whole models loads `model.safetensors`, as in transformers, even if the index is damaged."""
     folder = make(tmp_path / "hf", shards=3)
     make(folder, seed=5)
     expected = expected_params(tensors(raw_config(), seed=5), raw_config())
@@ -86,7 +86,7 @@ def test_one_file_comes_before_an_index(tmp_path):
 
 
 def test_a_config_may_not_name_other_weights(tmp_path):
-    """Transformers reads the named file in place of model.safetensors."""
+    """A config that names other weights is rejected; transformers loads them instead of `model.safetensors`."""
     folder = make(tmp_path / "hf")
     make(tmp_path / "other", seed=5)
     shutil.copy(tmp_path / "other" / SINGLE, folder / "best.safetensors")
@@ -170,7 +170,7 @@ CHANGES = [*map(head_in, ("float32", "float16", "bfloat16")), *map(embedding_in,
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, change):
-    """Rounded to less precise numbers, or the numbers that were rounded; the way back leaves such a copy out."""
+    """The head may be a rounded copy of the embedding or the reverse; `save_hf` omits such a copy."""
     folder = make(tmp_path / "hf", **TIED)
     change(folder)
     stored = load_file(folder / SINGLE)
@@ -201,7 +201,7 @@ def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, c
     ids=["a rounded head", "a rounded embedding", "a copy", "a copy without rounding"],
 )
 def test_a_tied_head_that_is_equal_but_for_rounding_is_ignored_with_a_warning(tmp_path, caplog, change, is_rounded):
-    """In float32, transformers computes with both."""
+    """Such a head is ignored with a warning, because transformers computes with both arrays in float32."""
     folder = make(tmp_path / "hf", **TIED)
     change(folder)
     with caplog.at_level(logging.INFO, "jspec"):

@@ -1,4 +1,4 @@
-"""config.json -> LlamaConfig: spellings, defaults, and what is refused by name."""
+"""Parsing config.json into a `LlamaConfig`: spellings, defaults, and values that are rejected by name."""
 
 import dataclasses
 import json

@@ -1,7 +1,7 @@
-"""Damaged checkpoints through the shipped `convert.load`: every one is refused, with the reason.
+"""The shipped `convert.load` rejects every damaged checkpoint and states the reason.
 
-A flipped bit in a *source* tensor cannot be seen (safetensors has no checksum), so flips count for the
-converted store only, where the manifest covers every byte.
+A flipped bit in a *source* tensor cannot be detected, because safetensors has no checksum. Bit flips are therefore
+tested only in the converted store, whose manifest covers every byte.
 """
 
 import re
@@ -18,11 +18,11 @@ from support.damage import Damage
 from support.damage_cases import CASES as SOURCE_CASES
 from support.damage_store_cases import STORE_CASES, largest_array
 
-# Orbax leaves reads in flight when one of them fails, and their callbacks find the event loop closed.
+# When a read fails, Orbax leaves other reads in flight, and their callbacks find the event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 CASES = SOURCE_CASES | STORE_CASES
-OUTCOMES: list[bool] = []  # of every damaged checkpoint: was it refused?
+OUTCOMES: list[bool] = []  # whether each damaged checkpoint was rejected
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     }
     made["store"] = convert.save(convert.load(made["single"]), root / "store")
     for directory in made.values():
-        assert convert.load(directory).params  # whole, each of them loads
+        assert convert.load(directory).params  # each checkpoint loads before it is damaged
     return made
 
 
@@ -46,7 +46,7 @@ def check_refused(base: Path, target: Path, damage: Damage, message: str) -> Non
     with pytest.raises(CheckpointError, match=message) as error:
         convert.load(target)
     OUTCOMES[-1] = True
-    # One sentence (or two halves): what is wrong, then after ; or : how to fix it.
+    # The message is one sentence: what is wrong, then, after ";" or ":", how to fix it.
     assert str(error.value).endswith(".")
     assert re.search("[;:] ", str(error.value))
     assert "\n" not in str(error.value)
@@ -62,7 +62,7 @@ def test_damage_is_refused(bases, tmp_path, name):
 
 
 def _flips(store: Path) -> list[tuple[Path, int]]:
-    """(file, bit): first, middle and last byte of every file, and forty more in the largest."""
+    """Return (file, bit) pairs: one in the first, middle and last byte of each file, and forty in the largest array."""
     rng = np.random.default_rng(0)
     chosen = []
     for file in sorted(path.relative_to(store) for path in store.rglob("*") if path.is_file()):
@@ -93,7 +93,7 @@ def test_flipped_bits_in_a_store_are_refused(bases, tmp_path):
 
 
 def test_every_bit_of_the_manifest_counts(bases):
-    """The manifest protects itself by its strict form alone, so all its bits are tried."""
+    """Any flipped bit of the manifest is detected; all bits are tried because only its strict format protects it."""
     good = (bases["store"] / "MANIFEST.sha256").read_bytes()
     expected = manifest._parse(good)
     for bit in range(8 * len(good)):
@@ -132,7 +132,7 @@ def test_places_that_are_no_checkpoint(tmp_path, name):
 
 
 def test_summary(capsys):
-    """Runs last: the figure this file is about."""
+    """No damaged checkpoint loads silently; this test runs last and prints the count."""
     with capsys.disabled():
         print(f"\ndamaged checkpoints: {len(OUTCOMES)} cases, silent loads {OUTCOMES.count(False)}")
     assert False not in OUTCOMES

@@ -1,4 +1,4 @@
-"""Hub ids, without a network: the hub's client is replaced, or told that it is offline."""
+"""Hub ids, tested without a network: the hub client is replaced or set to offline mode."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Replaces the download; `hub.answer` is the directory to return or the error to raise."""
+    """Replace the download; `hub.answer` is the directory to return or the error to raise."""
 
     class Hub:
         answer: Path | Exception
@@ -32,7 +32,7 @@ def hub(monkeypatch):
 
     replacement = Hub()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", replacement)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # wherever the tests run
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # even if the tests run offline
     return replacement
 
 
@@ -149,7 +149,7 @@ def test_offline_with_the_real_client_and_a_cached_model(offline_cache):
 
 
 def test_a_snapshot_without_weights(hub, tmp_path):
-    """A repository that has pickles only arrives here as a directory of JSON files."""
+    """A repository that has only pickles is downloaded as a directory of JSON files, which is rejected."""
     hub.answer = make(tmp_path / "snapshot")
     (hub.answer / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors file"):

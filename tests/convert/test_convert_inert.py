@@ -1,4 +1,4 @@
-"""Fields of config.json that everybody has and that change nothing: the logits are those of transformers."""
+"""Common config.json fields that change nothing: the logits equal those of transformers."""
 
 import logging
 import re
@@ -149,7 +149,7 @@ def test_nothing_else_is():
 
 
 def test_the_advice_on_attn_factor_is_what_it_says():
-    """The product of both factors, as vLLM multiplies them; then there is nothing to warn of."""
+    """The advised value is the product of both factors, as in vLLM; setting it removes the warning."""
     product = 0.8 * parse_config(raw_config(**yarn())).rope.attention_factor
     (warning,) = notes.warnings(raw_config(**yarn(attn_factor=0.8)))
     value = float(re.search(r'"attention_factor" to ([\d.]+) in', warning)[1])

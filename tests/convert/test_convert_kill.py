@@ -1,4 +1,4 @@
-"""A killed conversion leaves nothing that loads, wherever it is killed."""
+"""A conversion killed at any point leaves no half-written result that loads."""
 
 import json
 import os
@@ -12,9 +12,9 @@ import convert
 from convert import CheckpointError
 from support.checkpoints import make
 
-# Imports once, then forks a converter for each job, so that a kill costs milliseconds. A job is
-# [target, format, point, fraction]: at a point (module, function, before or after) the process kills itself;
-# without one it is killed from outside, after that fraction of the time a whole conversion took.
+# The driver imports once, then forks a converter for each job, so that a kill costs milliseconds. A job is
+# [target, format, point, fraction]. At a point (module, function, before or after), the process kills itself.
+# Without a point, it is killed from outside after that fraction of the time that a whole conversion took.
 DRIVER = """
 import importlib, json, os, signal, sys, time
 from orbax.checkpoint import v1
@@ -67,12 +67,12 @@ POINTS = [
     ("hf", ("shutil", "copyfile", "after")),
     ("hf", ("convert.saving", "carry", "after")),
 ]
-# Where all is written and only the rename is left.
+# Points at which everything is written and only the rename remains.
 COMPLETE = [("orbax", ("convert.manifest", "write", "after")), ("hf", ("convert.saving", "carry", "after"))]
 
 
 def drive(root: Path, jobs: list) -> list[bool]:
-    """Runs jobs (format, point, fraction) into root/out/0, 1, ...: was each one killed?"""
+    """Run jobs (format, point, fraction) into root/out/0, 1, ...; return whether each one was killed."""
     source = make(root / "hf", shards=2, num_hidden_layers=6)
     (root / "out").mkdir()
     named = json.dumps([(str(root / "out" / str(i)), *job) for i, job in enumerate(jobs)])
@@ -92,7 +92,7 @@ def at_any_time(count: int) -> list:
 
 
 def check_remains(root: Path, index: int) -> bool:
-    """True if job `index` left a complete result; anything else it left must be refused."""
+    """Return whether job `index` left a complete result; anything else that it left must be rejected."""
     target = root / "out" / str(index)
     for remains in target.parent.glob(f".{index}.partial-*"):
         with pytest.raises(CheckpointError, match="left by a conversion that was stopped"):
@@ -117,7 +117,7 @@ def test_killed_at_a_step(driven, tmp_path, index):
     assert not check_remains(root, index)
     (remains,) = (root / "out").glob(f".{index}.partial-*")
     if POINTS[index] not in COMPLETE:
-        # Even under another name, what lacks its last file is refused.
+        # A result that lacks its last file is rejected even under another name.
         with pytest.raises(CheckpointError):
             convert.load(remains.rename(tmp_path / "renamed"))
 

@@ -1,4 +1,4 @@
-"""convert.load on good checkpoints: names, values, dtypes, shards, tied heads."""
+"""`convert.load` on intact checkpoints: names, values, dtypes, shards, tied heads."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ def test_mixed_dtypes_need_a_choice(tmp_path):
 def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
     from convert import safetensors_reader
 
-    monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 300)  # two rows and a bit
+    monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 300)  # a little more than two rows
     raw = raw_config(attention_bias=True)
     weights = tensors(raw)
     loaded = convert.load(write(tmp_path / "hf", raw, weights))
@@ -133,7 +133,7 @@ def test_pickles_beside_safetensors_are_left_alone(tmp_path):
 
 
 def test_directories_of_links_are_read(tmp_path):
-    """The hub cache holds links to blobs."""
+    """A directory of links to files loads, because the hub cache contains links to blobs."""
     make(tmp_path / "blobs", shards=2)
     (tmp_path / "snapshot").mkdir()
     for file in (tmp_path / "blobs").iterdir():
@@ -168,7 +168,7 @@ def test_public_names():
 
 
 def test_single_file_is_what_safetensors_reads(tmp_path):
-    """The oracle above agrees with the file on disk, not only with what was meant to be written."""
+    """The expected values above match the file on disk, not only the arrays that were meant to be written."""
     raw = raw_config()
     make(tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")

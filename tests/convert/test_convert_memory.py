@@ -1,4 +1,4 @@
-"""Peak memory of loading and converting: the arrays in the target dtype and about one array besides."""
+"""The peak memory of loading and converting is the arrays in the target dtype plus about one more array."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
-# VmHWM is what ru_maxrss reports, but starts anew at exec: a child inherits ru_maxrss from a large parent.
+# VmHWM is what ru_maxrss reports, but it resets at exec, whereas a child inherits ru_maxrss from a large parent.
 MEASURE = """
 import sys
 from orbax.checkpoint import v1
@@ -47,7 +47,7 @@ print((high_water() - before) * 1024)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Callable[[str], Path]:
-    """One model of 84 million weights in four forms, made when asked for, each with a tiny sibling."""
+    """Return a function that makes one of four forms of an 84-million-weight model, each with a tiny sibling."""
     root = tmp_path_factory.mktemp("memory")
     forms = {"single": (np.float32, 1), "shards": (BFLOAT16, 3)}
 
@@ -72,7 +72,7 @@ def source(tmp_path_factory) -> Callable[[str], Path]:
 
 
 SLOW = pytest.mark.slow
-ALLOWED = {"single": 32, "shards": 32, "store": 96, "gguf": 32}  # MiB besides the arrays and one array more
+ALLOWED = {"single": 32, "shards": 32, "store": 96, "gguf": 32}  # MiB in addition to the arrays and one more array
 
 
 @pytest.mark.parametrize("target", ["", pytest.param("orbax", marks=SLOW), pytest.param("hf", marks=SLOW)])

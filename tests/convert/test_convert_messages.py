@@ -1,4 +1,4 @@
-"""Messages name the format of unreadable files, with a remedy that works; only damaged files are called damaged."""
+"""Errors name an unreadable file's format and a remedy that works; only damaged files are called damaged."""
 
 import re
 import subprocess
@@ -106,7 +106,7 @@ def test_folders_of_other_formats(tmp_path, name):
 
 
 def test_commands_name_the_format_before_the_tokenizer(tmp_path, run):
-    """Meta's tokenizer.model is none that can be read, for which nobody can do anything."""
+    """The error names the weights' format, because Meta's tokenizer.model cannot be read and users cannot fix that."""
     FOLDERS["Meta's download"][0](tmp_path / "x")
     code, _, error = run("generate", "a", "--target", str(tmp_path / "x"), "--draft", "none")
     assert code == 1 and "the weights in Meta's own layout" in error
@@ -158,7 +158,7 @@ def test_other_places_of_it():
 
 
 def test_the_method_comes_before_the_names_of_files(tmp_path):
-    """ExLlamaV2 writes output.safetensors, which has no index."""
+    """The error names the method, not the file, because ExLlamaV2 writes output.safetensors, which has no index."""
     folder = make(tmp_path / "x", quantization_config={"quant_method": "exl2", "bits": 4.0})
     (folder / "model.safetensors").rename(folder / "output.safetensors")
     with pytest.raises(CheckpointError, match="quantised with ExLlamaV2"):

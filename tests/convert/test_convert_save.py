@@ -1,4 +1,4 @@
-"""Writing: Hugging Face -> Orbax -> Hugging Face gives the bytes back, nothing is left half done."""
+"""Saving: Hugging Face -> Orbax -> Hugging Face preserves every byte, and failures leave no partial files."""
 
 import dataclasses
 import filecmp
@@ -19,14 +19,14 @@ from convert import CheckpointError
 from support.checkpoints import BFLOAT16, VARIANTS, make, raw_config, tensors, write
 from support.disks import small_disk
 
-# Orbax leaves writes in flight when one of them fails, and their callbacks find the event loop closed.
+# When a write fails, Orbax leaves other writes in flight, and their callbacks find the event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 CARRIED = ["config.json", "generation_config.json", "tokenizer.model", "tokenizer_config.json"]
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """`python -m convert ARGUMENTS` in this process: (exit status, all output)."""
+    """Run `python -m convert ARGUMENTS` in this process; return the exit status and all output."""
     import typer
 
     from convert.__main__ import main
@@ -116,7 +116,7 @@ def test_transformers_reads_the_way_back(tmp_path):
 
 
 def test_odd_sizes_survive_the_chunks_of_the_store(tmp_path, monkeypatch):
-    """Array files are written in pieces that divide the rows; a prime number of rows has no good divisor."""
+    """Arrays are written in chunks that divide the rows; a prime number of rows works, too, without a good divisor."""
     from convert import store
 
     monkeypatch.setattr(store, "_CHUNK_BYTES", 1000)
@@ -144,7 +144,7 @@ def test_the_manifest_is_what_sha256sum_reads(tmp_path):
     assert any(name.startswith("arrays/") for name in named)
 
 
-# ---- refusals: what is there stays there, what fails leaves nothing
+# ---- rejected saves: existing files stay, and failures leave nothing
 
 SAVERS = [convert.save, convert.save_hf]
 
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, saver, limit):
 
 
 def test_what_is_written_while_it_is_deleted_is_deleted_too(tmp_path, monkeypatch):
-    """As by threads of Orbax that have not heard of the full disk."""
+    """Files written during the deletion, as by Orbax threads unaware of the full disk, are deleted too."""
     from convert import unfinished
 
     rmtree, late = unfinished.shutil.rmtree, iter([True, True])
@@ -227,7 +227,7 @@ def test_what_is_written_while_it_is_deleted_is_deleted_too(tmp_path, monkeypatc
 
 
 def test_the_result_appears_by_a_rename(tmp_path):
-    """A copy would pass through half-written states; a renamed directory keeps its inode."""
+    """The result keeps its inode, so it was renamed; a copy would pass through half-written states."""
     from convert.destination import new_directory
 
     with new_directory(tmp_path / "out") as directory:

@@ -1,4 +1,4 @@
-"""GGUF files: every type's values are those of transformers; positions, ids, dtypes, and what they become."""
+"""GGUF files: values of every type equal those of transformers; positions, ids, dtypes, and conversion."""
 
 import json
 
@@ -20,7 +20,7 @@ MATRICES = sorted(name for name, shape in checkpoints.hf_shapes(RAW).items() if 
 
 
 def kinds_of_all() -> dict[str, Kind]:
-    """Each type that can be read for one matrix, and more of them until all have one."""
+    """Assign each readable type to a matrix, and repeat the types until every matrix has one."""
     kinds = [kind for kind in Kind if kind not in REFUSED]
     names = tensors(RAW, {name: np.zeros((256, 256), np.float32) for name in MATRICES})
     assert len(kinds) <= len(names)
@@ -29,13 +29,13 @@ def kinds_of_all() -> dict[str, Kind]:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A file with every type in it."""
+    """Return a file that contains every readable type."""
     arrays = tensors(RAW, checkpoints.tensors(RAW))
     return write(tmp_path_factory.mktemp("gguf") / "mixed.gguf", metadata(RAW), arrays, kinds_of_all())
 
 
 def same_bits(actual, expected):
-    """Bit for bit, whatever NaN it is."""
+    """Require equal bits, except that any NaN equals any other."""
     np.testing.assert_array_equal(actual, expected)
     numbers = ~np.isnan(expected)
     assert actual[numbers].tobytes() == expected[numbers].tobytes()
@@ -79,7 +79,7 @@ def test_every_feature_comes_back_as_it_was(tmp_path, variant):
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16", "float16"])
 def test_dtypes(tmp_path, kind, wanted):
-    """None is what all tensors share, or else float32."""
+    """`None` selects the dtype that all tensors share, or float32 if they differ."""
     weights = checkpoints.tensors(RAW)
     arrays = tensors(RAW, weights)
     file = write(tmp_path / "x.gguf", metadata(RAW), arrays, dict.fromkeys(arrays, kind))
@@ -91,7 +91,7 @@ def test_dtypes(tmp_path, kind, wanted):
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
 def test_mixtures_become_float32(tmp_path, kind):
-    """Norms are float32 in nearly every file."""
+    """A file of mixed types loads as float32, because norms are float32 in nearly every file."""
     weights = checkpoints.tensors(RAW)
     arrays = tensors(RAW, weights)
     kinds = {name: kind for name, array in arrays.items() if array.ndim == 2}
@@ -104,7 +104,7 @@ def test_rows_are_read_in_pieces(mixed, monkeypatch):
     from convert import safetensors_reader
 
     whole = convert.load(mixed).params
-    monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 3 * 1024 + 1)  # three rows: never a head, nor half of one
+    monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 3 * 1024 + 1)  # three rows: neither a head nor half of one
     for name, array in convert.load(mixed).params.items():
         same_bits(array, whole[name])
 
@@ -113,7 +113,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def llama3_factors(theta, head_dim, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings):
-    """As llama.cpp's converter computes them: frequency by frequency."""
+    """Compute the factors frequency by frequency, as llama.cpp's converter does."""
     factors = []
     for i in range(head_dim // 2):
         wavelength = 2 * np.pi * theta ** (2 * i / head_dim)
@@ -129,7 +129,7 @@ def llama3_factors(theta, head_dim, factor, low_freq_factor, high_freq_factor, o
 
 
 def scaled(file, keys, factors=None):
-    """A model with other keys, and perhaps with the tensor of factors."""
+    """Write a model with changed keys and, if given, the factor tensor."""
     arrays = tensors(RAW, checkpoints.tensors(RAW))
     arrays |= {} if factors is None else {"rope_freqs.weight": factors}
     return write(file, metadata(RAW) | keys, arrays)
@@ -168,7 +168,7 @@ def test_linear_positions(tmp_path):
     once = scaled(tmp_path / "once.gguf", {"llama.rope.scaling.factor": np.float32(1)})
     assert convert.load(once).config.rope == convert.RopeConfig()
     factors = np.asarray(llama3_factors(10000.0, 64, **LLAMA3), np.float32)
-    with pytest.raises(CheckpointError, match="is not what Llama 3 scales"):  # by both
+    with pytest.raises(CheckpointError, match="is not what Llama 3 scales"):  # scaled by both
         convert.load(scaled(tmp_path / "both.gguf", {"llama.rope.scaling.factor": np.float32(4)}, factors))
     none = scaled(tmp_path / "none.gguf", {"llama.rope.scaling.type": "none"})
     assert convert.load(none).config.rope == convert.RopeConfig()

@@ -1,4 +1,4 @@
-"""Damaged GGUF files through the shipped `convert.load`: refused in one sentence, in little memory and time."""
+"""The shipped `convert.load` rejects damaged GGUF files in one sentence, using little memory and time."""
 
 import re
 import tracemalloc
@@ -16,7 +16,7 @@ from jspec import text
 from support import gguf_damage_cases
 from support.gguf_damage_cases import CHANGES, FILES, good
 
-OUTCOMES: list[bool] = []  # of every damaged file: was it refused?
+OUTCOMES: list[bool] = []  # whether each damaged file was rejected
 _MIB = 2**20
 
 
@@ -37,7 +37,7 @@ def check_refused(file, message, load=convert.load):
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(tmp_path_factory):
-    """A whole file loads, and what is imported for it is not counted."""
+    """Load an intact file first, so that imports do not count as memory used by a test."""
     file = tmp_path_factory.mktemp("whole") / "x.gguf"
     file.write_bytes(good().bytes())
     assert convert.load(file).config.vocab_size == gguf_damage_cases.RAW["vocab_size"]
@@ -71,7 +71,7 @@ LIES = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_file_large_enough_for_what_it_says_is_not_believed_either(tmp_path, name):
-    """A terabyte of nothing, that takes no place on the disk."""
+    """An impossible size is rejected even in a sparse file of a terabyte, which takes no space on disk."""
     parts = good()
     parts.keys = {"general.architecture": "llama", "general.x": LIES[name][0]}
     file = tmp_path / "x.gguf"
@@ -93,14 +93,17 @@ def test_nor_are_shapes_that_fit_it(tmp_path):
 
 
 def described(file):
-    """All that a file says, without reading its data."""
+    """Return everything that a file's header describes, without reading the data."""
     header = gguf_header.read(file)
     config = gguf_config(header)
     return config, from_gguf.tensors(header, config), vocabulary(header)
 
 
 def structure(parts, data):
-    """Bytes of lengths, counts, types, names and places; not of numbers and texts, any of which could be meant."""
+    """Return the positions of bytes that hold lengths, counts, types, names and offsets.
+
+    Numbers and text are left out, because any value of them could be intended.
+    """
     marks = set(range(24))
     for key in parts.keys:
         if not key.startswith("general.name"):
@@ -173,6 +176,6 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
 
 
 def test_summary(report):
-    """Runs last: the figure this file is about."""
+    """No damaged file loads silently; this test runs last and reports the count."""
     report(damaged_files=len(OUTCOMES), silent_loads=OUTCOMES.count(False))
     assert False not in OUTCOMES

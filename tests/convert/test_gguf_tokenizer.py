@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file gives the ids and texts of the model's own, and so does what is written."""
+"""A GGUF file's tokenizer, and the one saved from it, gives the same ids and text as the model's own tokenizer."""
 
 import json
 import unicodedata
@@ -21,7 +21,7 @@ from support.gguf_tokenizer import CHAT, END, START, TOOL, check_same, splitting
 from support.tokenizer_file import strings
 
 SENTENCE_KEYS = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": None, "tokenizer.ggml.merges": None}
-# What a vocabulary of each kind may say of itself.
+# The keys that describe a vocabulary of each kind.
 KINDS = {
     "gpt2": {"tokenizer.ggml.pre": "gpt-2"},
     "gpt2 without flags": {"tokenizer.ggml.pre": "mpt", "tokenizer.ggml.add_bos_token": None},
@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def byte_level():
-    """Keys of a trained byte-level vocabulary."""
+    """Return the keys of a trained byte-level vocabulary."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -51,7 +51,7 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def sentencepiece():
-    """Keys of a vocabulary with scores: single characters, parts of words, bytes."""
+    """Return the keys of a vocabulary with scores: single characters, parts of words, bytes."""
     rng = np.random.default_rng(0)
     words = Path(__file__).read_text(encoding="utf-8").split()
     parts = sorted({word[:i] for word in words for i in range(2, min(len(word), 9))} - {"<s>"})
@@ -76,13 +76,13 @@ def file(request, tmp_path, byte_level, sentencepiece):
 
 
 def composing(tokenizer):
-    """Return transformers' tokenizer of a GGUF file with the normalizer that tokenizer.json has and it leaves out."""
+    """Return transformers' GGUF tokenizer with the normalizer that tokenizer.json has and transformers leaves out."""
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
 def as_llama2(tokenizer):
-    """Return transformers' tokenizer of a GGUF file with the parts that tokenizer.json of a Llama 2 has."""
+    """Return transformers' GGUF tokenizer with the parts of a Llama 2 tokenizer.json."""
     content = json.loads(tokenizer.backend_tokenizer.to_str()) | {"pre_tokenizer": None}
     parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     inner = Tokenizer.from_str(json.dumps(content))
@@ -121,7 +121,7 @@ def test_ids_and_texts_are_those_of_transformers(file, tmp_path, request, report
 
 
 def test_llama3_starts_with_bos_and_takes_words_that_are_tokens(tmp_path, byte_level):
-    """As llama.cpp does, whose files leave it out; transformers does neither."""
+    """Both follow llama.cpp, whose files do not record these settings; transformers does neither."""
     pair = next(merge for merge in byte_level["merges"] if merge.isascii() and merge.replace(" ", "").isalpha())
     word = pair.replace(" ", "")
     merges = [merge for merge in byte_level["merges"] if merge != pair]
@@ -138,7 +138,7 @@ def test_llama3_starts_with_bos_and_takes_words_that_are_tokens(tmp_path, byte_l
 
 
 def test_no_token_is_made_up(tmp_path, byte_level):
-    """Transformers adds GPT-2's end of text to vocabularies without it: an id that no model has."""
+    """A vocabulary gains no token; transformers adds GPT-2's end of text if it is missing, an id that no model has."""
     tokens = ["<|mine|>", *byte_level["tokens"][1:]]
     file, _ = gguf_files.model(
         tmp_path / "x.gguf", prefixed(byte_level | {"tokens": tokens}), vocab_size=len(tokens), num_hidden_layers=1
@@ -216,7 +216,7 @@ def test_a_control_token_of_any_characters_is_found_whole(tmp_path, byte_level):
 
 @pytest.mark.parametrize("pre", SPLITS)
 def test_every_name_of_a_split_is_one_that_the_library_can_do(tmp_path, byte_level, pre):
-    """Patterns split every text without a loss, and the tokenizer gives the text back."""
+    """Every pattern splits any text without loss, and the tokenizer decodes the ids to the same text."""
     keys = prefixed(byte_level | {"pre": pre, "add_bos_token": False})
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1)
     ours = text.load_tokenizer(file)
@@ -267,7 +267,7 @@ def test_an_unknown_split_is_refused_with_a_way_out(tmp_path, byte_level):
 
 
 def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
-    """For a file whose own cannot be read, as `--tokenizer` gives it; one with more tokens is another model's."""
+    """`--tokenizer` replaces a tokenizer that cannot be read; one with more tokens than the target is rejected."""
     size = len(byte_level["tokens"])
     file, _ = gguf_files.model(
         tmp_path / "x.gguf", prefixed(byte_level | {"pre": "new"}), vocab_size=size, num_hidden_layers=1

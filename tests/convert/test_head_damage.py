@@ -1,4 +1,4 @@
-"""EAGLE heads that cannot be used, or not written: refused in a sentence that says why, and nothing is left."""
+"""EAGLE heads that cannot be used or saved are rejected with a one-sentence reason, and no files are left."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def bases(tmp_path_factory):
 
 
 def tensors(**changes):
-    """Tensors replaced by what a function makes of them; the value ... removes one. `__` is a dot."""
+    """Return an edit that replaces tensors with their functions' results; `...` removes one. `__` stands for a dot."""
     named = {name.replace("__", "."): change for name, change in changes.items()}
 
     def change(found):
@@ -88,7 +88,7 @@ CASES = {
     "two states for three": ("speculators", config(**{IDS: [2, 5]}), r"shape \[16, 48\], expected \[16, 32\]"),
     "a head of other rows": ("sglang", tensors(lm_head__weight=lambda x: x[:6]), r"\[6, 16\], expected \[7, 16\]"),
     "integers": ("sglang", tensors(fc__weight=lambda x: x.astype(np.int8)), "fc.weight .* is I8; expected one of F32"),
-    # the tables of its vocabulary
+    # vocabulary tables
     "d2t is missing": ("sglang", tensors(d2t=...), "lacks d2t"),
     "t2d alone": ("sglang", both(tensors(d2t=...), config(draft_vocab_size=V)), "has unexpected t2d"),
     "d2t in another dtype": ("sglang", tensors(d2t=lambda x: x.astype(np.float32)), "d2t .* is F32; expected I64"),
@@ -168,7 +168,7 @@ CASES = {
 
 
 def check_refusal(error):
-    """One sentence: what is wrong, then how to mend it."""
+    """Require one sentence that says what is wrong, then how to fix it."""
     message = str(error.value)
     assert message.endswith(".") and re.search("[;:] ", message) and "\n" not in message
     assert len(message) < 600

@@ -1,4 +1,4 @@
-"""EAGLE heads from files of every layout compute what PyTorch does, and are written again as they were."""
+"""EAGLE heads loaded from files of every layout compute what PyTorch does and are saved unchanged."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ CASES = {
     "biased": {"attention_bias": True, "mlp_bias": True, "norm_output": True, "norm_before_residual": True},
     "qwen3": {"model_type": "qwen3", "norm_before_fc": True},
 }
-# What SGLang does not read.
+# Cases that SGLang does not read.
 ONLY_SPECULATORS = ("normed residual", "biased", "qwen3", "another width")
 LAYOUTS = [
     (name, layout)
@@ -43,7 +43,7 @@ LAYOUTS = [
 
 
 def logits_of(drafter, features, tokens, drafts):
-    """What `eagle_torch.drafted` gives, by the passes that `EagleDrafter` makes."""
+    """Compute what `eagle_torch.drafted` returns, with the same forward passes as `EagleDrafter`."""
     head, (batch, size) = drafter.head, tokens.shape
     cache = head.new_cache(batch, size + drafts.shape[1])
     pairs = head.embed(tokens[:, 1:], TARGET), head.fuse(features[:, :-1], TARGET)
@@ -57,7 +57,7 @@ def logits_of(drafter, features, tokens, drafts):
 
 
 def check_logits(drafter, module, known=None):
-    """To 1e-4, over a text and three tokens from the head's own states."""
+    """Compare logits to 1e-4 over a sequence and three more tokens that use the head's own states."""
     rng = np.random.default_rng(0)
     tokens, drafts = rng.integers(V, size=(2, 6)), rng.integers(V, size=(2, 3))
     features = rng.normal(size=(2, 6, len(drafter.features), 16)).astype(np.float32)
@@ -74,14 +74,14 @@ def check_logits(drafter, module, known=None):
 
 
 def check_same_files(first, second):
-    """Tensors byte by byte, and the fields of the first config; the second may say more."""
+    """Compare tensors byte by byte, and the fields of the first config; the second may have more fields."""
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     before, after = (json.loads((one / "config.json").read_text()) for one in (first, second))
     assert kept(after, before) == before
 
 
 def kept(after, before):
-    """`after` with the fields of `before` alone."""
+    """Return `after` with only the fields of `before`."""
     return {
         key: kept(after[key], value) if isinstance(value, dict) and after[key] is not None else after[key]
         for key, value in before.items()
@@ -129,7 +129,7 @@ def test_generation_1_as_speculators_had_it(tmp_path):
 @pytest.mark.parametrize("layout", ["speculators", "sglang"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_comes_back(tmp_path, layout, dtype):
-    """Computed with in the device's usual dtype, written in that of the files; or in the one that was asked for."""
+    """A head computes in the device's default dtype and is saved in its files' dtype, unless `dtype` is given."""
     _, path = eagle3(layout, tmp_path / "head", dtype=dtype, fc_norm=True)
     drafter = jspec.EagleDrafter.load(path)
     assert drafter.head.dtype == jnp.float32
@@ -145,7 +145,7 @@ def test_half_precision_comes_back(tmp_path, layout, dtype):
 
 
 def test_what_was_changed_is_not_written_as_it_was(tmp_path):
-    """Neither narrower than it is, nor with the old config."""
+    """A changed head is saved with its full precision and its new config."""
     _, path = eagle3("speculators", tmp_path / "head", dtype=torch.bfloat16)
     drafter = jspec.EagleDrafter.load(path)
     drafter.head.fc.weight.set_value(drafter.head.fc.weight[...] * 1.001)
@@ -184,7 +184,7 @@ def test_usual_layers_are_told_by_the_target(tmp_path, layout):
 
 
 def test_the_original_names_of_eagle_3(tmp_path):
-    """A plain Llama config and `midlayer`, without flags, in shards, and `t2d` left out as NVIDIA does."""
+    """A head loads with a plain Llama config, `midlayer` names, no flags, and no `t2d`, which NVIDIA leaves out."""
     module, path = eagle3("sglang", tmp_path / "head")
     fields, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     del fields["eagle_config"], tensors["t2d"]
@@ -228,7 +228,7 @@ SGLANG_FIELDS = {
     ("layout", "names", "fields"), [("speculators", VLLM, VLLM_FIELDS), ("sglang", SGLANG, SGLANG_FIELDS)]
 )
 def test_every_name_and_flag_is_written(tmp_path, layout, names, fields):
-    """Of a head that comes from no file; what enters layer i is what leaves layer i - 1."""
+    """A head that comes from no file is saved with every field; the input of layer i is the output of layer i - 1."""
     _, path = eagle3("speculators", tmp_path / "head", fc_norm=True)
     drafter = jspec.EagleDrafter.load(path)
     drafter.head.origin = None
@@ -249,7 +249,7 @@ def test_every_name_and_flag_is_written(tmp_path, layout, names, fields):
 
 
 def test_it_drafts(tmp_path, prompts):
-    """A head from files, with a small target; its guesses are of those tokens that it knows."""
+    """A head loaded from files drafts for a small target, and drafts only tokens of its own vocabulary."""
     _, path = eagle3("speculators", tmp_path / "head", ids=(0, 1, 2), norm_output=True)
     target = toys.tiny_llama(1, 2, vocab_size=V)
     drafter = jspec.EagleDrafter.load(path, target)

@@ -1,4 +1,4 @@
-"""Medusa's heads from files compute what PyTorch does, are written again as they were, and refused where damaged."""
+"""Medusa heads loaded from files compute what PyTorch does, are saved unchanged, and are rejected if damaged."""
 
 import json
 import re
@@ -30,7 +30,7 @@ FILES = {"medusa": OWN, "vllm": "model.safetensors"}
 
 
 class ResBlock(nn.Module):
-    """Cai et al. 2024, section 2.1.1."""
+    """The residual block of Cai et al. 2024, section 2.1.1."""
 
     def __init__(self, bias=True):
         super().__init__()
@@ -41,7 +41,7 @@ class ResBlock(nn.Module):
 
 
 class Blocks(nn.Module):
-    """The residual blocks of a head as vLLM names them."""
+    """The residual blocks of a head, with vLLM's names."""
 
     def __init__(self, blocks, bias):
         super().__init__()
@@ -49,7 +49,7 @@ class Blocks(nn.Module):
 
 
 def medusa(directory, blocks=1, count=3, dtype=torch.float32, tied=False):
-    """Heads as published, ``(module, directory)``; `tied` as ``[ResBlock()] * n`` made them, one block n times."""
+    """Return ``(module, directory)`` of heads as published; `tied` repeats one block, as ``[ResBlock()] * n`` did."""
     torch.manual_seed(0)
     made = [[ResBlock()] * blocks if tied else [ResBlock() for _ in range(blocks)] for _ in range(count)]
     module = nn.ModuleList(nn.Sequential(*one, nn.Linear(E, V, bias=False)) for one in made)
@@ -63,7 +63,7 @@ def medusa(directory, blocks=1, count=3, dtype=torch.float32, tied=False):
 
 
 def vllm(directory, blocks=1, count=3, dtype=torch.float32, bias=False, shared=False, prefix=""):
-    """The same in vLLM's names, ``(module, directory)``; `shared`: one output head."""
+    """Return ``(module, directory)`` of heads with vLLM's names; `shared` heads have one output head."""
     torch.manual_seed(0)
     outputs = [nn.Linear(E, V, bias=False)] * count if shared else [nn.Linear(E, V, bias=False) for _ in range(count)]
     module = nn.Module()
@@ -134,7 +134,7 @@ def test_half_precision_and_the_other_layout(tmp_path, make):
 
 
 def test_trained_biases_and_heads_are_written(tmp_path):
-    """Where the files had none, or one for all."""
+    """Trained biases and output heads are saved even if the loaded files had no biases or one shared output head."""
     _, path = vllm(tmp_path / "heads", shared=True)
     drafter = jspec.MedusaDrafter.load(path)
     drafter.heads[1].blocks[0].linear.bias.set_value(jnp.ones(E))
@@ -147,7 +147,7 @@ def test_trained_biases_and_heads_are_written(tmp_path):
 
 
 def test_the_names_that_vllm_reads(tmp_path):
-    """Its `Medusa` and `MedusaConfig`, of heads that come from no file; and those of the paper's code."""
+    """Heads from no file are saved with the names of vLLM's `Medusa` and `MedusaConfig`, or of the paper's code."""
     _, path = medusa(tmp_path / "heads", blocks=2, count=2)
     drafter = jspec.MedusaDrafter.load(path)
     for head in drafter.heads:
@@ -185,7 +185,7 @@ def test_published_configs_count_too_few_heads(tmp_path):
 
 
 def test_heads_beside_their_target(tmp_path):
-    """A checkpoint of Medusa-2 gives a target and its heads."""
+    """A Medusa-2 checkpoint loads as both a target and its heads."""
     module, heads = medusa(tmp_path / "heads")
     raw = raw_config(hidden_size=E, vocab_size=V, num_attention_heads=2, num_key_value_heads=1, medusa_num_heads=3)
     both_ = {name: torch.tensor(one) for name, one in llama_tensors(raw).items()}
@@ -199,7 +199,7 @@ def test_heads_beside_their_target(tmp_path):
     }
 
 
-# ---- what is refused
+# ---- rejected files
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     root = tmp_path_factory.mktemp("medusa")
@@ -207,7 +207,7 @@ def bases(tmp_path_factory):
 
 
 def tensor(layout, name, change):
-    """`name` replaced by what `change` makes of it; None removes it."""
+    """Return an edit that replaces `name` with the result of `change`; None removes it."""
 
     def edit(found):
         new = change(found.pop(name, None))

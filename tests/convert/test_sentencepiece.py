@@ -1,4 +1,4 @@
-"""A SentencePiece model without tokenizer.json is read, or the message names the package that reads it."""
+"""A SentencePiece model without tokenizer.json loads, or the error names the package that reads it."""
 
 import json
 
@@ -36,7 +36,7 @@ def tokens(folder, given, **options):
     return [names[i] for i in tokenizer(given, **options)["input_ids"]]
 
 
-# The ids are those of the sentencepiece package 0.2.
+# The expected ids are those of version 0.2 of the sentencepiece package.
 @pytest.mark.parametrize(
     "normalizer, given, expected",
     [

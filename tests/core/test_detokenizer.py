@@ -1,4 +1,4 @@
-"""Text of tokens as they come is the text of all of them, for every kind of decoder and wherever the prompt ends."""
+"""Incremental detokenization gives the text of the whole sequence, for every decoder and every end of the prompt."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def tokenizer_of(name):
 
 
 def shared(one, other):
-    """Return how many characters both texts begin with."""
+    """Return the length of the longest common prefix, in characters."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -41,7 +41,7 @@ def check_every_split(name, count):
         whole = decoded(tokenizer, ids)
         known = [shared(decoded(tokenizer, ids[:end]), whole) for end in range(len(ids) + 1)]
         for start in range(len(ids) + 1):
-            # A character that the prompt leaves incomplete is new. Byte-fallback decoders hide those before it.
+            # A character left incomplete by the prompt is new. Byte-fallback decoders hide the characters before it.
             new = whole[max(known[max(0, start - 3) : start + 1]) :]
             assert "".join(pieces(tokenizer, ids[:start], ids[start:])) == new, (text, start)
             prompt, rest = Pieces(tokenizer), Pieces(tokenizer, ids[:start], shows_prompt=False)
@@ -64,7 +64,7 @@ def test_text_of_every_split_is_the_text_of_the_whole_for_many_texts(name, repor
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in WITH_BYTES])
 def test_any_tokens_give_the_text_of_the_whole(name):
-    """Models emit bytes that are not characters, too."""
+    """Any tokens give the text of the whole sequence, because models also emit bytes that are not characters."""
     tokenizer, rng = tokenizer_of(name), np.random.default_rng(0)
     for _ in range(100):
         ids = rng.integers(0, len(tokenizer), rng.integers(1, 60)).tolist()
@@ -73,7 +73,7 @@ def test_any_tokens_give_the_text_of_the_whole(name):
 
 @pytest.mark.parametrize("name", WITH_BYTES)
 def test_an_invalid_run_of_bytes_keeps_its_first_characters(name):
-    """The decoder replaces all bytes of a run that has an invalid one; text that was shown is not taken back."""
+    """The decoder replaces all bytes of a run that contains an invalid one, but shown text is not taken back."""
     tokenizer, rng = tokenizer_of(name), np.random.default_rng(0)
     raw = tokenizer.backend_tokenizer.id_to_token
     letter, *some = (tokenizer.get_vocab()[f"<0x{byte}>"] for byte in ["41", *SOME_BYTES])
@@ -89,7 +89,7 @@ def _word(tokenizer, rng):
 
 
 def _expected(tokens):
-    """Return the text of byte tokens and words, each run of bytes by itself."""
+    """Return the text of byte tokens and words, decoding each run of bytes by itself."""
     text, run = "", b""
     for token in [*tokens, None]:
         if token in BYTES:
@@ -179,7 +179,7 @@ def test_the_window_of_a_prompt_begins_at_a_character(name):
 
 
 def repeating(chain, names, folder):
-    """Write a model that continues the first token of `chain` with the others, and then repeats those."""
+    """Write and load a model that continues the first token of `chain` with the others, and then repeats those."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=len(names),
@@ -202,7 +202,7 @@ def repeating(chain, names, folder):
 
 @pytest.fixture(scope="module")
 def telugu(tmp_path_factory):
-    """A model that repeats one letter of three bytes, and its tokenizer."""
+    """Return a model that repeats one three-byte letter, its tokenizer, and its chain of token ids."""
     names = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "▁a"]
     vocab = {token: i for i, token in enumerate(names)}
     inner = Tokenizer(models.BPE(vocab, [("▁", "a")], fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
@@ -249,7 +249,7 @@ def test_a_writer_counts_the_character_that_the_prompt_began(telugu):
     assert writer.stopped == "అ"
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "clip"])  # there, the token before adds a space
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "clip"])  # where the previous token adds a space
 def test_names_of_tokens_are_their_texts_inside_a_text(name):
     tokenizer = tokenizer_of(name)
     names = Names(tokenizer)

@@ -1,4 +1,4 @@
-"""The programs as XLA compiles them for an H100, a T4 and a TPU v5e, none of which is here: see .ci/devices."""
+"""Programs compiled by XLA for an H100, a T4 and a TPU v5e, without any of these devices. See .ci/devices."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from support import cover
 from support.caches import copies_of_a_cache
 
 PAIRS = {"h100": "llama-3.2-3b/llama-3.2-1b", "t4": "llama-3.2-3b/llama-3.2-1b", "v5e": "109m"}
-# Heads as the fused kernels take them.
+# Head sizes that the fused kernels support.
 SIZES = {"hidden_size": 128, "head_dim": 64, "vocab_size": 512}
 ON = [pytest.param(name, marks=getattr(pytest.mark, devices.DEVICES[name].platform)) for name in PAIRS]
 GPUS = [pytest.param("h100", marks=pytest.mark.cuda), pytest.param("t4", marks=pytest.mark.cuda)]
@@ -32,7 +32,7 @@ GPUS = [pytest.param("h100", marks=pytest.mark.cuda), pytest.param("t4", marks=p
 
 @functools.cache
 def program(name, plain=False, batch=1, layers=2, **options):
-    """A pair of few layers, compiled; `options` are those of XLA."""
+    """Compile a pair with few layers; `options` are passed to XLA."""
     device = devices.prepare(name)
     models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=layers)
     setting = abstract.Setting(batch, draft_length=0 if plain else 4)
@@ -41,7 +41,7 @@ def program(name, plain=False, batch=1, layers=2, **options):
 
 
 def large(kernels, models, setting):
-    """The kernels without a product that write an array as large as a matrix or a layer's cache, laws apart."""
+    """Return kernels without a product that write arrays as large as a matrix or a layer's cache (no distributions)."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, 512) for model in models]))
     leaves += [leaf for leaf in jax.tree.leaves(models) if len(leaf.shape) > 1]
     least, vocab = min(leaf.size for leaf in leaves), models[0].config.vocab_size
@@ -57,15 +57,15 @@ def large(kernels, models, setting):
 def check(found, models, setting):
     assert not large(found.kernels, models, setting)
     assert written_once(found.prefill, models, setting)
-    # In the loop nothing waits for the host, and no row for another.
+    # In the loop, nothing waits for the host, and no row waits for another.
     assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
 
 
 def written_once(kernels, models, setting):
-    """Whether reading the prompt writes no weights, and of the caches each part once, at its full size."""
+    """Return whether prefill writes no weights, and writes each part of the caches once, at its full size."""
     slots = slots_of(setting.width + setting.new_tokens, setting.draft_length)
     caches = jax.tree.leaves(jax.eval_shape(lambda: [model.new_cache(setting.batch, slots) for model in models]))
-    # What writes no memory reads into a TPU's own.
+    # A kernel that writes no memory reads into the TPU's own memory.
     writers = [kernel for kernel in kernels if kernel.written and not kernel.flops]
     found = Counter(sides(sizes) for kernel in writers for _, sizes in arrays(kernel.shape))
     rooms = Counter(sides(leaf.shape) for leaf in caches)
@@ -74,7 +74,7 @@ def written_once(kernels, models, setting):
 
 
 def sides(shape):
-    """Of an array, whichever way round it lies."""
+    """Return an array's sizes above 1, independent of its layout."""
     return tuple(sorted(size for size in shape if size > 1))
 
 
@@ -90,13 +90,17 @@ def test_nothing_large_is_moved(name, plain, batch, report):
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
 @pytest.mark.parametrize("name", GPUS)
 def test_nor_where_a_library_multiplies(name, plain):
-    """Which kernels multiply is measured on the device; it must not matter."""
+    """The kernels that multiply are chosen by measuring on the device; the choice must not matter."""
     check(*program(name, plain, xla_gpu_enable_triton_gemm=False))
 
 
 @pytest.mark.cuda
 def test_kernels_of_an_h100(report):
-    """Attention, the sum of its shares, a norm after each block, four products, a sum of parts, and the activation."""
+    """A layer has few kernels.
+
+    They are attention, the sum of its shares, a norm after each block, four products, a sum of parts, and the
+    activation.
+    """
     device = devices.prepare("h100")
     few, more = ([*abstract.pair(PAIRS["h100"], device.dtype, num_hidden_layers=n)] for n in (2, 4))
     layers = compiled.by_layer(device, *zip(few, more, strict=True), abstract.Setting())
@@ -108,7 +112,7 @@ def test_kernels_of_an_h100(report):
 @pytest.mark.cuda
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
 def test_the_host_of_an_h100_starts_little(plain, report):
-    """One graph before the loop of drafting, one for each of its turns, one behind; loops' conditions by themselves."""
+    """A round has one graph before the draft loop, one per iteration and one after; loop conditions run alone."""
     found, _, setting = program("h100", plain)
     report(**vars(found.graphs))
     assert found.graphs.captured + found.graphs.outside == found.count()
@@ -140,7 +144,7 @@ def test_plans_count_the_kernels_that_there_are(name, changes, report):
 
 @pytest.mark.parametrize("name", GPUS)
 def test_plans_know_what_a_long_prompt_takes(name, report):
-    """Beside the caches, which are whole in the end only."""
+    """Plans predict a long prompt's temporaries apart from the caches, which reach full size only at the end."""
     device, setting = devices.prepare(name), abstract.Setting(width=2048, new_tokens=16)
     models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=2)
     found = compiled.compile_and_read(device, *models, setting)
@@ -152,9 +156,9 @@ def test_plans_know_what_a_long_prompt_takes(name, report):
 @pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)
 @pytest.mark.parametrize("name", ON)
 def test_every_program_is_compiled(name, one):
-    """Any two choices of drafter, rule, length, dtype and batch meet in one of these programs.
+    """Any two choices of drafter, rule, length, dtype and batch are combined in one of these programs.
 
-    Products are the library's on GPUs: for some small ones XLA has no Triton kernel unless it can try several.
+    On GPUs, a library multiplies, because XLA has no Triton kernel for some small products unless it can try several.
     """
     device = devices.prepare(name)
     traced = abstract.trace(*cover.program(one, device.dtype, **SIZES), devices.topology(device))
@@ -165,7 +169,7 @@ def test_every_program_is_compiled(name, one):
 @pytest.mark.parametrize("kind", kinds.KINDS)
 @pytest.mark.parametrize("name", ON)
 def test_a_training_step_compiles(name, kind):
-    """In the device's dtype, with the target's states computed on the way."""
+    """A training step compiles in the device's dtype and computes the target's hidden states on the way."""
     device = devices.prepare(name)
     config = dataclasses.replace(
         abstract.configs("109m")[0],
@@ -199,7 +203,7 @@ def test_a_training_step_compiles(name, kind):
 )
 @pytest.mark.parametrize("name", ON)
 def test_the_programs_of_an_engine(name, key, report, monkeypatch):
-    """None copies a cache. What asks constraints on the host can be compiled only where its device is."""
+    """No program copies a cache. Host callbacks for constraints are replaced, as they need their device to compile."""
     monkeypatch.setattr(jax, "pure_callback", lambda asked, of, *_: jax.numpy.zeros(of.shape, of.dtype))
     chip = devices.prepare(name)
     config = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Random streams: no two draws share one, and the noise of a stream reaches the rarest token."""
+"""Random streams: no two draws share a stream, and a stream's noise reaches the rarest token."""
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,9 @@ def test_there_is_room_for_every_purpose():
 
 
 def test_noise_reaches_the_rarest_token(report):
-    """In JAX's default mode it ends at 16: a token 17 nats behind the likeliest of its block would never be drawn.
+    """JAX's default noise ends at 16 and would never draw a token 17 nats below the most likely one in its block.
 
-    In mode "high" it ends at 87, from JAX 0.12 on at 32.6, which is a probability of 2^-47.
+    Noise of mode "high" ends at 87, or, from JAX 0.12 on, at 32.6, which is a probability of 2^-47.
     """
     report(farthest_noise=f"{farthest_noise():.1f}", least_probability=f"{np.exp(-farthest_noise()):.0e}")
     assert farthest_noise() > REACH

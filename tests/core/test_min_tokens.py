@@ -1,4 +1,4 @@
-"""No end of text among the first new tokens: the law, by enumeration; what it means where it cannot be."""
+"""`min_tokens`: the distribution without an early EOS, by enumeration, and a minimum above the limit."""
 
 import functools
 
@@ -24,7 +24,7 @@ def pair():
 
 
 def law(target, prompt, fewest):
-    """``float64[512]``: a text that ends early is followed by token 0, as `pad_id` is."""
+    """Return ``float64[512]``; an output that ends early is padded with token 0, which is `pad_id`."""
 
     def next_law(text):
         logits = np.asarray(plain(target, np.array([[*prompt, *text]])))[0, -1]
@@ -36,7 +36,7 @@ def law(target, prompt, fewest):
 
 @functools.partial(jax.jit, static_argnames=("rule", "k"))
 def counts(target, drafter, keys, fewest, rule, k):
-    """``int[3, 512]``, texts of the three prompts under ``keys[N, 3]``."""
+    """Return ``int[3, 512]``: counts of each prompt's outputs under ``keys[N, 3]``."""
     tokens = np.zeros((3, 4), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
@@ -61,7 +61,7 @@ def counts(target, drafter, keys, fewest, rule, k):
     ],
 )
 def test_the_law_has_no_early_end(report, rule, k, tree):
-    """Three rows of one batch, with 0, 1 and 2 tokens before an end."""
+    """Three rows of one batch, with at least 0, 1 and 2 tokens before EOS, follow their own distributions."""
     target, draft = pair()
     drafter = draft if tree is None else jspec.TreeDrafter(draft, tree)
     found = counts(target, drafter, jax.random.split(jax.random.key(0), (DRAWS, 3)), np.tile(FEWEST, DRAWS), rule, k)
@@ -87,7 +87,7 @@ def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
 
 
 def test_raw_log_probabilities_do_not_know_of_it(prompts):
-    """They are the model's own, whatever was forbidden; those of the law are higher, for it has fewer tokens."""
+    """Raw log-probabilities are the model's own. The masked distribution's are higher, as it has fewer tokens."""
     target, _ = pair()
     out = jspec.generate(
         target,

@@ -1,4 +1,4 @@
-"""What is recorded of every round, against a replay of it by hand; and the picture that is drawn from it."""
+"""The record of every round, compared with a replay by hand, and the picture drawn from it."""
 
 import types
 
@@ -41,7 +41,7 @@ def decoded(name, seed=0, **more):
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_rounds_add_up_to_the_text(name):
-    """Kept guesses are a path whose tokens stand in the text, one token follows, and counts are those of the rounds."""
+    """Accepted draft tokens form a path that is in the output, one token follows it, and counts match the rounds."""
     out = decoded(name, record=True)
     kept = guessed = 0
     for row in range(5):
@@ -69,13 +69,13 @@ def test_recording_changes_nothing(name):
 
 
 def styled(text):
-    """Pieces of text and their styles, without the margin."""
+    """Return the pieces of text and their styles, without the margin."""
     plain = text.plain
     return [(plain[span.start : span.end], str(span.style)) for span in text.spans if str(span.style) != "dim"]
 
 
 def test_a_line_a_round_without_a_record():
-    """Tokens 0 .. 6 are a, b, a new line, c, d, e, f."""
+    """A picture has one line per round; tokens 0 to 6 are a, b, a new line, c, d, e, f."""
     drawn = picture(LETTERS, [0, 1, 2, 3, 4], [ACCEPTED, CORRECTED, BONUS, NO_DRAFT, ACCEPTED])
     assert drawn.plain == "1 │ ab\n2 │ ⏎\n3 │ c\n4 │ d\n"
     assert styled(drawn) == [
@@ -89,7 +89,7 @@ def test_a_line_a_round_without_a_record():
 
 
 def record(*rounds):
-    """Of (guesses, parents, fates, count)."""
+    """Return a record of rounds, each given as (draft tokens, parents, fates, count)."""
     tokens, parents, fates, counts = (np.array(part) for part in zip(*rounds, strict=True))
     return types.SimpleNamespace(tokens=tokens, parents=parents, fates=fates, counts=counts)
 
@@ -104,8 +104,10 @@ def test_refused_guesses_of_a_chain_stand_in_the_line():
 
 
 def test_refused_branches_of_a_tree_stand_below():
-    """a is kept and c behind it; of d, the sibling of a, both children are shown, the elder in its line; e in place of
-    what followed c."""
+    """The kept tokens a and c are in the first line, with the rejected child e of c before its replacement.
+
+    Below stand d, the sibling of a, and both children of d, the first of them in d's line.
+    """
     rounds = record(([0, 4, 3, 6, 7, 5], [0, 0, 1, 2, 2, 3], [KEPT, REFUSED, KEPT, REFUSED, REFUSED, REFUSED], 3))
     drawn = picture(LETTERS, [0, 3, 1], [ACCEPTED, ACCEPTED, CORRECTED], rounds)
     assert drawn.plain == "1 │ aceb\n  │ df\n  │ ·g\n"

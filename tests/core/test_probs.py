@@ -1,4 +1,4 @@
-"""Drawing from a law over a large vocabulary, against the same two draws in float64: by designed noise, not chance."""
+"""Draws over a large vocabulary, against the same two draws in float64, with designed rather than random noise."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Raw log-probabilities: those of the model's own logits over the finished text, on every path that emits tokens."""
+"""Raw log-probabilities are those of the model's own logits over the finished text, wherever tokens are emitted."""
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ def decoded(name, target, draft, batch, **options):
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS])
 def test_they_are_the_log_softmax_of_the_logits(report, toy, prompts, name):
-    """In rows with all filters and penalties, a bias, limits and ends of text."""
+    """Raw log-probabilities are the logits' log-softmax despite filters, penalties, a logit bias, limits and EOS."""
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     tokens, lengths, keys = prompts([3, 1, 6, 4, 2, 5, 3, 4])
     options = drafters.every_parameter(8, 61)

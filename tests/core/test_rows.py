@@ -1,4 +1,4 @@
-"""Reading and writing every row at its own place: the same on every platform, and on TPUs without a loop over rows."""
+"""Reads and writes at a position per row: equal on every platform, and on TPUs without a loop over rows."""
 
 import re
 
@@ -24,7 +24,7 @@ PIECE = np.random.default_rng(1).normal(size=(4, 2, 8, 3)).astype(np.float32)
 
 @pytest.fixture(params=["here", "on a TPU", "many rows on a TPU"])
 def platform(request, monkeypatch):
-    """The form for TPUs is plain JAX, which runs anywhere."""
+    """Select the platform's program; the one for TPUs is plain JAX, which runs anywhere."""
     if request.param != "here":
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arguments, tpu, default: tpu(*arguments))
     if request.param.startswith("many"):
@@ -78,12 +78,12 @@ def test_only_on_tpus_there_is_an_update_for_every_row(platform_name, scatters):
 
 
 def test_an_embedding_is_used_in_the_layout_it_has(toy, prompts, quick_compile):
-    """As `jspec.load` lays it out on a TPU."""
+    """The embedding keeps the layout that `jspec.load` gives it on a TPU."""
     model, batch = toy(0), prompts([4, 1, 6])
     expected = jspec.generate(model, *batch, max_new_tokens=8)
     embedding = model.embed_tokens.weight
     embedding.set_value(jax.device_put(embedding[...], Format(BY_TOKEN, embedding[...].sharding)))
     assert embedding[...].format.layout.major_to_minor == (1, 0)
     program = jax.jit(lambda model, *batch: jspec.generate(model, *batch, max_new_tokens=8)).lower(model, *batch)
-    assert "f32[32,61]{0,1}" in program.compile().as_text().splitlines()[0]  # what comes in is not copied first
+    assert "f32[32,61]{0,1}" in program.compile().as_text().splitlines()[0]  # the input is not copied first
     np.testing.assert_array_equal(jspec.generate(model, *batch, max_new_tokens=8).tokens, expected.tokens)

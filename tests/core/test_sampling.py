@@ -1,4 +1,4 @@
-"""The sampling transforms against transformers' own processors, and a sort in float64 at every vocabulary size."""
+"""The sampling transforms, against transformers' processors and a float64 sort at every vocabulary size."""
 
 import functools
 
@@ -32,13 +32,13 @@ SETTINGS["combined"] = {key: value for part in SETTINGS.values() for key, value 
 
 
 def rows_of(settings, rows):
-    """One dict of numbers a row; the entries of a list take turns, each list at its own pace."""
+    """Return one dict of numbers per row, cycling through the entries of each list at its own pace."""
     turns = [(key, value if isinstance(value, list) else [value]) for key, value in settings.items()]
     return [{key: values[i * (j + 1) % len(values)] for j, (key, values) in enumerate(turns)} for i in range(rows)]
 
 
 def params_of(rows, vocab_size):
-    """`SamplingParams` with an array in every field."""
+    """Return `SamplingParams` with an array in every field."""
     defaults = {name: getattr(SamplingParams(), name) for name in toys.SPREAD_PARAMS if name != "draft_temperature"}
     columns = {name: jnp.asarray([row.get(name, off) for row in rows], jnp.float32) for name, off in defaults.items()}
     bias = np.stack([np.broadcast_to(row.get("logit_bias", 0.0), vocab_size) for row in rows])
@@ -47,19 +47,19 @@ def params_of(rows, vocab_size):
 
 @jax.jit
 def shipped(logits, params, prompt, lengths):
-    """`token_probs` after a prompt: ``[B, V]`` logits to probabilities."""
+    """Return the `token_probs` of ``[B, V]`` logits after a prompt."""
     token_counts = count_prompt(prompt, lengths, logits.shape[-1])
     return token_probs(logits[:, None], broadcast_rows(target_transforms(params), logits.shape[0]), token_counts)[:, 0]
 
 
 def random_logits(rng, tied, rows=ROWS, vocab_size=VOCAB):
-    """Rows of logits; `tied` ones are whole numbers, so that every value occurs many times."""
+    """Return rows of logits; `tied` logits are whole numbers, so every value occurs many times."""
     logits = 2.5 * rng.normal(size=(rows, vocab_size))
     return (np.round(logits) if tied else logits).astype(np.float32)
 
 
 def transformers_law(logits, prompt, settings):
-    """One row through transformers' processors in the order of its `generate`."""
+    """Return one row's probabilities from transformers' processors, in the order of its `generate`."""
     torch = pytest.importorskip("torch")
     hf = pytest.importorskip("transformers")
     processors = []
@@ -85,7 +85,7 @@ def transformers_law(logits, prompt, settings):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_transforms_are_those_of_transformers(report, monkeypatch, name, tied):
     torch = pytest.importorskip("torch")
-    # transformers leaves the order of ties to torch.sort, whose default is not stable; ours is by index.
+    # transformers leaves the order of ties to torch.sort, which is not stable by default; jspec orders by index.
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
     rng = np.random.default_rng(1)
     logits, rows = random_logits(rng, tied), rows_of(SETTINGS[name], ROWS)
@@ -117,14 +117,14 @@ def test_transforms_are_a_float64_sort_at_every_vocabulary_size(report, vocab_si
     moved = np.where((ours > 0) != (exact > 0), np.maximum(ours, exact), 0)
     error = np.where(moved > 0, 0, np.abs(ours - exact)).max()
     report(rows=batch, kept_differs_by_mass=f"{moved.sum():.1e}", max_error=f"{error:.1e}")
-    # Where float32 and float64 sums of the tail differ, a token at the very edge of top-p may fall on either side.
+    # If float32 and float64 sums of the tail differ, a token at the very edge of top-p may fall on either side.
     assert moved.sum(-1).max() <= 1e-5
     assert error <= 1e-6
     np.testing.assert_allclose(ours.sum(-1), 1, atol=1e-5)
 
 
 def test_penalties_by_position_are_their_plain_definition():
-    """Position s of a verify pass has seen prompt, text, and the first s drafted tokens: counts, not just presence."""
+    """Position s of a verify pass counts tokens in the prompt, the output, and the first s draft tokens."""
     rng, batch, k, vocab_size = np.random.default_rng(3), 5, 4, 11
     logits = random_logits(rng, False, batch * (k + 1), vocab_size).reshape(batch, k + 1, vocab_size)
     prompt, text = rng.integers(6, size=(batch, 4)), rng.integers(6, size=(batch, 3))
@@ -144,7 +144,7 @@ def test_penalties_by_position_are_their_plain_definition():
             history = [*text[b][kept[b]], *drafted[b, :s]]
             law = oracle.sampling_law(logits[b, s], prompt=prompt[b, : lengths[b]], generated=history, **rows[b])
             np.testing.assert_allclose(ours[b, s], law, atol=1e-6)
-    # One step at a time, as the draft does it, is the same law.
+    # One step at a time, as in the draft model, gives the same distribution.
     for s in range(k):
         one_step = jitted(logits[:, s : s + 1], transforms, token_counts)[:, 0]
         np.testing.assert_allclose(one_step, ours[:, s], atol=1e-7)
@@ -155,7 +155,7 @@ jitted = jax.jit(token_probs)
 
 
 def law(logits, **settings):
-    """The shipped law of one row, filters that are off left out of the program."""
+    """Return the shipped distribution of one row, in a program without the filters that are off."""
     transforms = broadcast_rows(target_transforms(SamplingParams(**settings)), 1)
     return np.asarray(jitted(jnp.asarray(logits, jnp.float32)[None, None], transforms, None)[0, 0])
 
@@ -170,7 +170,7 @@ def test_temperature_0_is_the_first_largest_logit():
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 2e-38, 1e-30, 1e-3])
 def test_tiny_temperatures_do_not_overflow(temperature):
     np.testing.assert_array_equal(law([-1e4, 1e4, 1e4, 3e38], temperature=temperature), [0, 0, 0, 1])
-    # Below the smallest normal float32 a temperature may count as 0, which takes the first of equals.
+    # A temperature below the smallest normal float32 may count as 0, which selects the first of equal logits.
     greedy = temperature < np.finfo(np.float32).tiny
     tied = law([-5.0, 7.0, 7.0, 0.0], temperature=temperature)
     np.testing.assert_array_equal(tied, [0, 1, 0, 0] if greedy and tied[1] == 1 else [0, 0.5, 0.5, 0])
@@ -198,7 +198,7 @@ def test_forbidden_tokens_have_no_mass():
 @pytest.mark.parametrize("size", [2, 8, 97])
 @pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.75])
 def test_top_p_of_equal_logits_drops_the_first_ones(top_p, size):
-    """All tied: the least likely are dropped in the order of their index, and one is always left."""
+    """If all logits are tied, tokens are dropped in index order, and at least one is always kept."""
     logits = np.zeros(size)
     np.testing.assert_allclose(law(logits, top_p=top_p), oracle.sampling_law(logits, top_p=top_p), atol=1e-6)
 

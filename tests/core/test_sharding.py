@@ -1,4 +1,4 @@
-"""Several devices: any mesh, explicit, automatic or under shard_map, gives the text of one device."""
+"""Several devices: any mesh, explicit, automatic or under shard_map, gives the output of one device."""
 
 import json
 
@@ -8,12 +8,12 @@ from support import on_devices
 
 
 def _outcomes(cases):
-    """Name -> what came of it, of the quick or the slow cases of devices.py; errors are strings."""
+    """Return the outcomes of the quick or the slow cases in devices.py by name; errors are strings."""
     return dict(map(json.loads, on_devices.output(4, "devices", cases)))
 
 
 def _wrong(outcomes):
-    """The cases, of `devices.compare` and others that say True, that came out otherwise than on one device."""
+    """Return the cases that differ from one device: mismatches in `devices.compare`, and other outcomes but True."""
     return {
         name: found
         for name, found in outcomes.items()
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
-    """One process for all: its start and the programs of one device are a good part of the cost."""
+    """All cases share one process, because its start and the single-device programs are a large part of the cost."""
     outcomes = _outcomes("quick")
     groups = {}
     for name, found in outcomes.items():
@@ -53,9 +53,9 @@ def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
     assert not _wrong(texts)
     for place, found in texts.items():
         report(place=place, logprobs_off=f"{found['off']:.0e}", exchanges=found["exchanges"])
-        if not place.endswith("plain"):  # the other texts have a row without a law
+        if not place.endswith("plain"):  # the other outputs have a row without a distribution
             assert found["invalid"] == [False, False, False, True] and found["accepted"] > 0
-    # Of rows all that devices tell each other is whether all are done; under shard_map not even that.
+    # Devices that divide the rows only exchange whether all rows are done; under shard_map they exchange nothing.
     assert texts["explicit, rows"]["exchanges"] == texts["automatic, rows, plain"]["exchanges"] == {"all-reduce": 1}
     assert texts["explicit, rows, tree"]["exchanges"] == {"all-reduce": 1}
     assert texts["shard_map"]["exchanges"] == texts["shard_map, dynamic tree"]["exchanges"] == {}
@@ -73,7 +73,7 @@ def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
 
 @pytest.mark.slow
 def test_everything_on_every_mesh(report):
-    """Each drafter, rule and draft length, int8, bfloat16, vmap, and what is measured."""
+    """Every drafter, rule and draft length, int8, bfloat16, vmap, and tuning give the output of one device."""
     found = _outcomes("slow")
     half, tuned = found.pop("half precision"), found.pop("tuned")
     off = max(outcome["off"] for outcome in found.values() if isinstance(outcome, dict))

@@ -1,4 +1,4 @@
-"""Judged drafts, acceptance rates and origins where lengths vary or there is no guess, recounted from the texts."""
+"""Verified draft tokens, acceptance rates and origins with varying lengths or no drafts, recounted from outputs."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def generate(target, draft, batch, **options):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Known(Stateless):
-    """Drafts the next ``counts[row]`` tokens of a known text, of which token 2 of a draft is always wrong."""
+    """A drafter of the next ``counts[row]`` tokens of a known text, in which token 2 of each draft is always wrong."""
 
     text: jax.Array
     counts: jax.Array
@@ -41,7 +41,7 @@ class Known(Stateless):
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("length", [K, jspec.UpTo(K)], ids=["fixed", "varying"])
 def test_each_round_is_counted_as_it_went(toy, rule, length):
-    """Rows that guess 0 to 4 tokens a round, the third of them wrong; greedy, so that every round is known."""
+    """Rows draft 0 to 4 tokens a round, of which the third is wrong. Decoding is greedy, so every round is known."""
     target, (tokens, lengths) = toy(0), (np.arange(5)[:, None] + 3, np.ones(5, np.int32))
     batch = tokens, lengths, jax.random.split(jax.random.key(0), 5)
     greedy = jspec.SamplingParams(temperature=0)
@@ -60,7 +60,7 @@ def test_each_round_is_counted_as_it_went(toy, rule, length):
 
 
 def test_the_limit_and_the_end_of_text_leave_drafts_unjudged(toy):
-    """Limits of 1 to 4 tokens cut a round of two good drafts and a bad one."""
+    """Limits of 1 to 4 tokens cut a round that drafts two correct tokens and a wrong one."""
     target, batch = toy(0), (np.full((5, 1), 3), np.ones(5, np.int32), jax.random.split(jax.random.key(0), 5))
     text = jspec.generate(target, *batch, max_new_tokens=NEW, sampling=jspec.SamplingParams(temperature=0)).tokens
     known = Known(jnp.concatenate([batch[0], text], axis=1), jnp.full(5, K))
@@ -86,7 +86,7 @@ def test_the_limit_and_the_end_of_text_leave_drafts_unjudged(toy):
     ids=str,
 )
 def test_the_rate_is_that_of_the_judged_drafts(rule, length, report):
-    """At temperature 1, against a recount from origins."""
+    """At temperature 1, the acceptance rate equals a recount from origins."""
     target, draft = toys.markov_pair(3)
     rows = 512
     batch = np.full((rows, 1), 2), np.ones(rows, np.int32), jax.random.split(jax.random.key(1), rows)

@@ -1,4 +1,4 @@
-"""Trees: their shape, a pass over one against plain passes over its paths, and caches after a path was kept."""
+"""Trees: their shape, a pass over a tree against plain passes over its paths, and caches after a path is kept."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ MODELS = {"llama": {}, "qwen": {"qkv_bias": True, "qk_norm": True}}
 
 @st.composite
 def trees(draw, most=9):
-    """Any tree of up to `most` guesses."""
+    """Draw a tree of up to `most` draft tokens."""
     return Tree(tuple(draw(st.integers(0, node)) for node in range(draw(st.integers(1, most)))))
 
 
@@ -55,7 +55,7 @@ def test_depths_ancestors_and_children_are_those_of_walking_up(tree):
 
 
 def _paths(tree):
-    """Every node as its ranks among its siblings from the top on: what a tree is, whatever its numbers."""
+    """Return each node's sibling ranks from the root down; they identify a tree under any numbering."""
     paths = {0: ()}
     for node in range(tree.size + 1):
         for rank, child in enumerate(tree.children[node][tree.children[node] > 0]):
@@ -85,7 +85,7 @@ def test_a_level_without_children_is_refused():
 
 
 def _read(model, rng, tree, slots=24):
-    """A ragged batch that has read its prompts, and the guesses: cache, prompts, their lengths, ``int32[B, N + 1]``."""
+    """Prefill a ragged batch; return its cache, prompts, their lengths, and the draft tokens ``int32[B, N + 1]``."""
     lengths = np.array([5, 2, 4])
     prompts = rng.integers(8, size=(3, 5))
     cache = prefill(model, jnp.asarray(prompts), slots)
@@ -94,7 +94,7 @@ def _read(model, rng, tree, slots=24):
 
 
 def _path(tree, node):
-    """The nodes from node 0 down to `node`."""
+    """Return the nodes from node 0 down to `node`."""
     return np.flatnonzero(tree.ancestors[node])
 
 

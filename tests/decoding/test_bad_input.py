@@ -1,4 +1,4 @@
-"""What cannot be right is answered with one clear sentence, before anything is compiled or run."""
+"""Invalid input is rejected with one clear sentence before anything is compiled or run."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ PROMPTS = GOOD["tokens"], GOOD["lengths"], KEYS
 
 
 class Undeclared:
-    """A rule that leaves out what every rule declares, but for `declared`."""
+    """A rule that declares only `declared` of the attributes that every rule must declare."""
 
     def __init__(self, **declared):
         vars(self).update(declared)
@@ -37,7 +37,7 @@ def _with(array, at, value):
     return array
 
 
-# Argument, bad values, what the message must say.
+# Argument, bad values, and the pattern that the message must match.
 CASES = [
     # prompts
     ("tokens", [np.zeros((0, 5), int), np.zeros((3, 0), int), [], [[], [], []]], "there is nothing to continue"),
@@ -58,7 +58,7 @@ CASES = [
     ("keys", [0, [0, 1, 2], None, np.arange(3), list(KEYS)], "must be typed PRNG keys"),
     ("keys", [KEYS[:2], KEYS[0], KEYS[None], jax.random.split(KEYS[0], (3, 2))], r"expected \(3,\), one key for each"),
     ("keys", [jax.random.split(jax.random.key(0, impl="rbg"), B)], "draws for all rows from the first row's key"),
-    # numbers that fix shapes
+    # numbers that determine shapes
     ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto", an object such as .*, or a Python int of at least 1'),
@@ -147,7 +147,7 @@ def models(toy):
 
 @pytest.fixture(scope="module")
 def narrow(toy):
-    """Made before anything is counted: shapes of its own compile as they are loaded."""
+    """Return a model that is made before compilations are counted, because loading its new shapes compiles."""
     return toy(1, vocab_size=60)
 
 
@@ -247,7 +247,7 @@ def test_misspelt_options_are_refused(models, no_device_work, function):
 
 
 def test_lists_are_as_good_as_arrays(models, quick_compile):
-    """And NumPy integers as Python's; a refused call leaves nothing behind."""
+    """Lists work like arrays and NumPy integers like Python's. A rejected call leaves nothing behind."""
     with pytest.raises(ValueError, match="lengths"):
         jspec.speculative_generate(**models, **{**GOOD, "lengths": [5, 0, 1]}, eos_ids=np.array([3]))
     expected = jspec.speculative_generate(**models, **GOOD, eos_ids=np.array([3]))
@@ -258,7 +258,7 @@ def test_lists_are_as_good_as_arrays(models, quick_compile):
 
 
 def test_parameters_may_be_lists(models, quick_compile):
-    """Of numbers, and inside `jax.jit` of what is traced."""
+    """Parameters may be lists of numbers and, inside `jax.jit`, lists of traced values."""
     arrays = {"temperature": [0.0, 0.5, 1.0], "max_tokens": [3, 0, 5], "logit_bias": np.linspace(0, 1, V).tolist()}
     expected = jspec.generate(
         models["target"],
@@ -294,7 +294,10 @@ def test_while_traced_shapes_are_still_checked(models):
 
 
 def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, quick_compile):
-    """NaN or all -inf logits can only be met inside the program: no token, `invalid`, and no harm to the other rows."""
+    """A row with NaN or all -inf logits, which only the program can find, emits no token and is marked `invalid`.
+
+    Other rows are unaffected.
+    """
 
     def decode(models, batch, bias):
         return jspec.speculative_generate(

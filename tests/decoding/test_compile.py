@@ -1,4 +1,4 @@
-"""What XLA makes of a generation: compiled once, usable inside other programs, no copy of the cache in the loop."""
+"""The compiled generation program: compiled once, usable inside other programs, with no cache copy in its loop."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def models(toy):
 
 
 def _settings(rng, size):
-    """Random settings of one kind: which fields are given never changes, only what they hold."""
+    """Return random sampling parameters. The same fields are always given; only their values change."""
     return jspec.SamplingParams(
         temperature=rng.choice([0.0, 0.5, 1.0, 2.0], size),
         top_k=rng.integers(0, 61, size),
@@ -57,7 +57,7 @@ def test_one_compilation_serves_all_calls_of_a_shape(models, prompts, quick_comp
 
     call(0)
     before, programs = compilations(), decode_program._cache_size()
-    assert before > 0  # the listener hears something
+    assert before > 0  # the listener receives events
     for i in range(1, 101):
         call(i)
     report(calls=100, distinct_outputs=len(texts), compilations=compilations() - before)
@@ -68,7 +68,7 @@ def test_one_compilation_serves_all_calls_of_a_shape(models, prompts, quick_comp
 
 @pytest.fixture
 def outside(models, prompts, quick_compile):
-    """Two batches and their texts, from calls that stand alone."""
+    """Return two stacked batches, and their output tokens from standalone calls."""
     batches = [prompts([4, 1, 6], seed=seed) for seed in (1, 2)]
     outs = [jspec.speculative_generate(*models, *b, max_new_tokens=NEW, num_draft_tokens=K) for b in batches]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
@@ -105,7 +105,7 @@ def test_inside_vmap(models, outside):
 
 
 def _computations(hlo):
-    """Name -> instruction lines, of every computation in the text of an HLO module."""
+    """Return the instruction lines of every computation in an HLO module's text, keyed by name."""
     found, name = {}, None
     for line in hlo.splitlines():
         if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*)?\{?.*\{$", line):
@@ -117,7 +117,7 @@ def _computations(hlo):
 
 
 def _reached(computations, root):
-    """All instructions of `root` and of what it calls."""
+    """Return all instructions of `root` and of the computations that it calls."""
     lines, waiting, seen = [], [root], set()
     while waiting:
         name = waiting.pop()
@@ -131,7 +131,7 @@ def _reached(computations, root):
 
 
 def _shape_and_op(line):
-    """``f32[2,3] copy`` of ``%x = f32[2,3]{1,0} copy(...)``; tuples give their op alone."""
+    """Return ``f32[2,3]`` and ``copy`` for ``%x = f32[2,3]{1,0} copy(...)``; a tuple has None as its shape."""
     match = re.match(r"(?:ROOT )?%?[\w.\-]+ = (?:(\w+\[[\d,]*\])\S*|\(.*?\)) ([\w\-]+)\(", line)
     return (match[1], match[2]) if match else (None, None)
 
@@ -142,7 +142,7 @@ def _shape_and_op(line):
 )
 @pytest.mark.parametrize("rows", by_default((1, 5), (5,)))
 def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, as_shipped, report):
-    """Odd widths: no other array has the size of a cache."""
+    """The widths are odd, so that no other array has a cache's size."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
     if kind in HEADS:

@@ -1,4 +1,4 @@
-"""How compiled programs are read: a text written by hand, whose numbers are known, and the shipped program on CPU."""
+"""Reading compiled programs: a handwritten HLO text with known counts, and the shipped program on CPU."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ ENTRY %main (x: bf16[8,4], w: bf16[4,16]) -> bf16[8,4] {
 
 
 class Compiled:
-    """As `jax.stages.Compiled` has it."""
+    """A stand-in for `jax.stages.Compiled`."""
 
     def __init__(self, text):
         self.text = text
@@ -86,7 +86,7 @@ class Compiled:
         return self.text
 
     def memory_analysis(self):
-        return jax.stages.Compiled  # whose fields nobody looks at here
+        return jax.stages.Compiled  # these tests ignore its fields
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ class Compiled:
     ],
 )
 def test_bytes_between_memories(start, read, written):
-    """A copy names first where it goes, other operations where they come from."""
+    """A copy lists its destination first; other operations list their source first."""
     here = Module(f"ENTRY main {{\n  %w = bf16[8,4]{{1,0}} parameter(0)\n  ROOT %{start}\n}}\n").computations["main"]
     assert traffic(here[start.split(" ")[0]], here, {"main": here}) == (read, written)
 
@@ -131,7 +131,7 @@ def test_kernels_by_part(program):
     [("one", 8 + 4, 16, 0), ("kept", 8 + 4, 8, 0), ("small", 16, 8, 0), ("product", 8 + 128, 64, 2 * 4 * 16)],
 )
 def test_bytes_and_products(name, read, written, products):
-    """Of the cache the row that is read, and the one that is written."""
+    """Only the cache row that is read and the one that is written count as traffic."""
     module = Module(TEXT)
     here = module.computations["round"]
     assert traffic(here[name], here, module.computations) == (read, written)
@@ -168,7 +168,7 @@ condition:
 
 
 def test_what_a_round_launches():
-    """Three turns of the inner loop, which asks four times."""
+    """The inner loop runs three times and evaluates its condition four times."""
     assert graphs.of_round(LAUNCHES, [3]) == graphs.Graphs(launched=1 + 3, captured=2 + 3, outside=1 + 4 + 3 + 1)
     assert graphs.of_round("", []) is None
 
@@ -177,7 +177,7 @@ def test_a_loop_over_rows_is_seen(program):
     serial = TEXT.replace("body/draft/while", "body/verify/scatter").replace("direction=LT", "direction=GT")
     found = compiled.read(Compiled(serial))
     assert found.loops == ["jit(decode_program)/while/body/verify/scatter"] and found.waits == 1
-    assert found.count() < program.count()  # nobody knows how often it runs
+    assert found.count() < program.count()  # its number of iterations is unknown
 
 
 def test_who_waits_for_the_host_is_seen(program):
@@ -197,7 +197,7 @@ def test_predictions_are_sums(program):
 
 @pytest.mark.parametrize("draft_length", [0, 3])
 def test_the_shipped_program_is_read(quick_compile, draft_length):
-    """Lowered from shapes alone, for whatever JAX runs on."""
+    """The program is lowered from shapes alone, for the platform that JAX runs on."""
     model = abstract.model(TOY, "float32")
     setting = abstract.Setting(batch=2, width=5, new_tokens=9, draft_length=draft_length)
     program = compiled.read(abstract.trace(model, model, setting).lower().compile())

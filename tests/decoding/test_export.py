@@ -1,4 +1,4 @@
-"""The public programs, lowered for GPUs and TPUs that are not here: nothing in them is for one platform alone."""
+"""The public programs can be lowered for absent GPUs and TPUs, so nothing in them is platform-specific."""
 
 import re
 
@@ -8,7 +8,7 @@ from bench import abstract
 from support import cover, drafters, lowering
 from support.few import by_default
 
-# Every drafter but trained heads, with rules, lengths and the rest in turn.
+# Every drafter except trained heads, cycling through rules, lengths and the other options.
 FEW = [
     (name, cover.RULE_OBJECTS[i % 5], cover.LENGTHS[i // 2 % len(cover.LENGTHS)], i % 3 == 0, (1, 8)[i % 2])
     for i, name in enumerate(cover.CHOICES[0])
@@ -26,9 +26,9 @@ def check(one):
         for platform, text in texts.items()
     }
     assert not any("callback" in text for text in texts.values())
-    # On TPUs that is a loop. One is left, of the tokens in the prompt, before all rounds.
+    # On TPUs, such a scatter is a loop. The only one left is over the prompt's tokens, before the first round.
     assert over_rows["tpu"] <= 1 < over_rows["cpu"], over_rows
-    assert "callback" not in lowering.lowered(traced, "cuda")  # last, for jax cannot always
+    assert "callback" not in lowering.lowered(traced, "cuda")  # last, because jax cannot always lower for CUDA
 
 
 @pytest.mark.parametrize("one", by_default([(one,) for one in ALL], [(one,) for one in ALL[::4]]), ids=cover.name)

@@ -1,6 +1,6 @@
-"""The main paths in programs that set JAX's flags: no jit, no implicit promotion, no NaN, no implicit transfer.
+"""The main paths run under JAX's flags: no jit, no implicit promotion, no NaN, no implicit transfer.
 
-Caches are cleared first, because what was traced or compiled without a flag is not looked at again.
+Caches are cleared first, because JAX does not recheck programs that it traced or compiled without a flag.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ EVERYTHING = {
     "draft_top_p": 0.8,
 }
 TREE = jspec.Tree.branching((2, 1))
-# Name -> drafter, of target and draft, and options; those of plain decoding have no drafter.
+# Name -> options and a function that makes the drafter from target and draft. Plain decoding has no drafter.
 PATHS = {
     "plain": (None, {}),
     "rejection": (lambda target, draft: draft, {"num_draft_tokens": 2, "record": True}),
@@ -54,7 +54,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Arrays on the device, of two rows."""
+    """Return a batch of two rows as arrays on the device."""
     tokens, lengths = jnp.array([[1, 2, 1, 2], [3, 0, 0, 0]]), jnp.array([4, 1])
     return jax.block_until_ready((tokens, lengths, jax.random.split(jax.random.key(0, impl="threefry2x32"), 2)))
 
@@ -83,7 +83,7 @@ def check(pair, batch, name, flag):
 
 @contextlib.contextmanager
 def strict():
-    """No implicit transfer, and no NaN that comes as a surprise."""
+    """Forbid implicit transfers and unexpected NaNs."""
     with jax.transfer_guard("disallow"), jax.debug_nans(True):
         yield
 
@@ -96,7 +96,7 @@ def explicit_types():
 
 @pytest.mark.parametrize("name", PATHS)
 def test_no_implicit_promotion(pair, batch, name):
-    """Found when a program is traced: nothing needs to run."""
+    """Tracing a program finds implicit promotions, so nothing needs to run."""
     make, options = PATHS[name]
     drafter = None if make is None else make(*pair)
     with explicit_types():
@@ -111,14 +111,14 @@ def test_no_implicit_transfer_and_no_surprising_nan(pair, batch, name):
 
 @pytest.mark.parametrize("name", by_default(list(PATHS), ["plain", "coupled"]))
 def test_without_jit(pair, batch, name):
-    """The text is the same, too."""
+    """The output without jit is also the same."""
     out = check(pair, batch, name, jax.disable_jit())
     np.testing.assert_array_equal(out.tokens, check(pair, batch, name, contextlib.nullcontext()).tokens)
 
 
 @pytest.mark.parametrize("flag", [strict, explicit_types])
 def test_texts_and_an_engine(flag):
-    """The one decodes in a single call, the other with an engine."""
+    """`complete` decodes in a single call, `stream` with an engine, and both give the same text."""
     target = toys.tiny_llama(0, vocab_size=text_pair.RAW["vocab_size"])
     tokenizer, how = text_pair.tokenizer(), {"max_new_tokens": 4, "sampling": jspec.SamplingParams(0.8, top_k=3)}
     with flag():
@@ -128,7 +128,7 @@ def test_texts_and_an_engine(flag):
 
 
 def test_a_transfer_guard_is_for_the_callers_arrays(pair, batch):
-    """Inputs on the host are refused as JAX refuses them, and the stricter guard permits no number from there."""
+    """Host arrays raise JAX's own error, and the stricter guard forbids even numbers from the host."""
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         jspec.generate(pair[0], *map(np.asarray, batch[:2]), batch[2], max_new_tokens=3)
     with jax.transfer_guard("disallow_explicit"), pytest.raises(Exception, match="Disallowed host-to-device transfer"):

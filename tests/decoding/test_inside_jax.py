@@ -1,4 +1,4 @@
-"""Calls from JAX programs: traced parameters, arrays that are still being computed, export, pickling, gradients."""
+"""Calls from JAX programs: traced parameters, arrays still being computed, export, pickling, gradients."""
 
 import dataclasses
 import gc
@@ -26,7 +26,7 @@ REFUSED = "positions, but the target model has 40"
 
 @pytest.fixture
 def busy(monkeypatch):
-    """Every array seems to be still being computed, and must not be read."""
+    """Make every array appear to be still being computed; reading one fails the test."""
     monkeypatch.setattr(jax, "device_get", lambda x: pytest.fail("a check has waited for its values"))
     monkeypatch.setattr(type(jnp.zeros(())), "is_ready", lambda x: False)
 
@@ -57,7 +57,7 @@ def test_values_that_are_there_are_checked():
     ],
 )
 def test_limits_that_shapes_decide_are_checked_inside_jit(options, refused):
-    """Inside jit a prompt is only known to have at least one token."""
+    """Inside jit, a prompt is known only to have at least one token."""
 
     def call(tokens, lengths, keys):
         return generate(tokens=tokens, lengths=lengths, keys=keys, **options)
@@ -79,7 +79,7 @@ def test_rows_that_fit_by_their_own_limits_are_decoded():
 
 
 def test_traced_parameters_know_which_filters_are_off():
-    """A field at its default is not a child of the pytree, whatever the type of its number."""
+    """A field at its default is not a child of the pytree, for any number type."""
     seen = []
 
     @jax.jit
@@ -108,7 +108,7 @@ def test_parameters_are_mapped_stacked_and_named():
 
 
 def test_a_tree_of_parameters_keeps_its_structure():
-    """Whatever takes the place of values: axes for `jax.vmap` may be 0, which is the default of some fields."""
+    """The structure is the same for any leaves: a `jax.vmap` axis may be 0, which is the default of some fields."""
     params = jspec.SamplingParams(temperature=jnp.ones(2), top_k=jnp.arange(2), top_p=jnp.full(2, 0.5))
     axes, structure = jax.tree.map(lambda _: 0, params), jax.tree.structure(params)
     assert jax.tree.structure(axes) == jax.tree.structure(pickle.loads(pickle.dumps(axes))) == structure
@@ -162,11 +162,11 @@ def test_reverse_mode_says_what_to_do_and_forward_mode_works():
         with pytest.raises(ValueError, match="have no reverse-mode derivative"):
             gradient(table)
     slope = jax.jvp(loss, (table,), (jnp.ones_like(table),))[1]
-    np.testing.assert_allclose(slope, 0, atol=1e-4)  # a constant added to all logits changes no law
+    np.testing.assert_allclose(slope, 0, atol=1e-4)  # adding a constant to all logits changes no distribution
 
 
 def test_a_learner_is_pickled_in_the_middle(prompts):
-    """A restored learner learns the same from the next texts, bit for bit."""
+    """A restored learner learns the same from the next sequences, bit for bit."""
     target = toys.tiny_llama(0)
     learner = jspec.online.Learner(target, heads.medusa(target, 2), depth=2, batch=2, length=16)
 
@@ -176,14 +176,14 @@ def test_a_learner_is_pickled_in_the_middle(prompts):
         learner.learn([row[:size].tolist() for row, size in zip(*batch[:2], strict=True)], out)
         return learner.drafter
 
-    learn(learner, 0)  # one of three texts waits
+    learn(learner, 0)  # one of the three sequences is left waiting
     again = pickle.loads(pickle.dumps(learner))
     jax.tree.map(np.testing.assert_array_equal, learn(again, 1), learn(learner, 1))
     assert len(again.scores) == len(learner.scores) == 3
 
 
 def test_a_drafter_is_saved_by_orbax(tmp_path):
-    """As the documentation says: by its leaves."""
+    """Orbax saves the drafter's leaves, as the documentation describes."""
     drafter = heads.medusa(TARGET, 2)
     leaves, structure = jax.tree.flatten(drafter)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
@@ -221,7 +221,7 @@ def test_an_engine_refuses_requests_after_an_update(changed):
 
 
 def test_an_engine_takes_equal_copies_of_its_weights(monkeypatch):
-    """A step under `nnx.jit` leaves new arrays in a model that it only reads."""
+    """A step under `nnx.jit` leaves new arrays even in a model that it only reads."""
     target, draft = toys.tiny_llama(0), toys.tiny_llama(1, 1)
     engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
     *_, first = engine.stream_sync(REQUEST)
@@ -234,7 +234,7 @@ def test_an_engine_takes_equal_copies_of_its_weights(monkeypatch):
     assert second.tokens == first.tokens
     gc.collect()
     assert gone() is None  # the engine keeps one set of weights
-    monkeypatch.setattr(weights, "_have_equal_values", None)  # nor compares them again
+    monkeypatch.setattr(weights, "_have_equal_values", None)  # and does not compare them again
     *_, third = engine.stream_sync(REQUEST)
     assert third.tokens == first.tokens
 
@@ -257,7 +257,7 @@ def test_weights_of_other_values_or_types_are_an_update(change):
 
 
 def test_an_engine_says_that_its_weights_were_deleted():
-    """Before a request, and in the middle of one, which then ends at once."""
+    """The error comes before a request, or in the middle of one, which then ends at once."""
     target = toys.tiny_llama(0)
     engine = Engine(target, slots=1, max_length=32, chunks=(8,), rounds=1)
     results = engine.stream_sync(Request((1, 2, 3), 20))

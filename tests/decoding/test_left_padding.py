@@ -1,4 +1,4 @@
-"""Prompts that are padded on the left are refused with a sentence, and no prompt that is text."""
+"""Left-padded prompts are rejected with a one-sentence error. Prompts without left padding are not."""
 
 import types
 
@@ -11,7 +11,7 @@ from jspec.decoding.left_padding import check_right_padded
 from jspec.text import request_keys
 
 PAD, BOS, EOS, OTHER = 9, 1, 2, 40
-# How models name their ids: (pad, bos, eos), of which pad is the one that fills up.
+# The special token ids that models name: (pad, bos, eos). Rows are padded with pad.
 IDS = {
     "a pad of its own": (PAD, BOS, EOS),
     "no bos": (PAD, None, EOS),
@@ -26,7 +26,7 @@ def config(pad, bos, eos):
 
 
 def padded(texts, pad, side):
-    """Texts as a tokenizer pads them, and the sums of the attention mask."""
+    """Return `texts` padded as a tokenizer does it, and the sums of the attention mask."""
     width = max(map(len, texts))
     rows = [
         [pad] * (width - len(text)) + text if side == "left" else text + [pad] * (width - len(text)) for text in texts
@@ -59,7 +59,7 @@ def test_padding_on_the_left_is_found_and_on_the_right_it_is_not(ids, starts, me
 
 @pytest.mark.parametrize("pad", [0, OTHER])
 def test_an_id_that_the_model_does_not_name_pads_too(pad):
-    """By the lengths of an attention mask, or where BOS comes after it."""
+    """Such padding is found from the attention mask's lengths, or because BOS comes after it."""
     ids = (None, BOS, EOS)
     tokens, lengths = padded(TEXTS, pad, "left")
     assert "(4 in a row)" in refused(tokens, lengths, ids)
@@ -100,7 +100,7 @@ TEXT = {
 def test_text_is_not_padding(case):
     tokens, lengths, ids = TEXT[case]
     assert refused(np.array(tokens), np.array(lengths), ids) is None
-    check_right_padded(np.array(tokens), np.array(lengths), types.SimpleNamespace())  # a config of somebody else's
+    check_right_padded(np.array(tokens), np.array(lengths), types.SimpleNamespace())  # a third-party config
 
 
 @pytest.mark.parametrize("ids", [IDS["a pad of its own"], IDS["no bos"]])

@@ -1,4 +1,4 @@
-"""Where a text ends: end-of-text tokens, limits and the context's edge at every place of a round, against an oracle."""
+"""Where a sequence ends: EOS tokens, limits and the context's end at every position of a round, against an oracle."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ DRAFTS = {"unrelated": (1, 0.0), "related": (0, 0.08), "itself": (0, 0.0)}
 
 @dataclasses.dataclass
 class Text:
-    """What one row is expected to be."""
+    """The expected output of one row."""
 
     tokens: list
     logprobs: list
@@ -32,13 +32,13 @@ class Text:
 
 
 def _rounds(origins):
-    """Cut a row's origins into rounds: each ends with the one token that was no draft."""
+    """Split a row's origins into rounds; each ends with its only token that was not drafted."""
     ends = np.flatnonzero(origins != ACCEPTED) + 1
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _cut(free, row, eos, limit, k):
-    """The oracle: row `row` of the output `free`, made without limit or end, cut at the first `eos` or the limit."""
+    """Return the oracle: row `row` of `free`, an output without limit or EOS, cut at the first `eos` or the limit."""
     tokens, origins = free.tokens[row], free.origins[row]
     found = np.flatnonzero(tokens == eos)
     end = min(found[0] + 1 if found.size else len(tokens), limit)
@@ -57,7 +57,7 @@ def _cut(free, row, eos, limit, k):
 
 
 def _assert_row(out, row, text):
-    """Row `row` of an output is exactly `text`, and blank after it."""
+    """Assert that row `row` of an output is exactly `text`, and blank after it."""
     end = len(text.tokens)
     assert out.lengths[row] == end
     for name, blank in (("tokens", PAD), ("logprobs", 0), ("origins", PADDING)):
@@ -81,7 +81,7 @@ def _options(size, eos, limits):
 
 @pytest.mark.parametrize("k", by_default(range(1, 9), (1, 5)))
 def test_end_of_text_and_limit_at_every_place_of_a_round(toy, prompts, k, report):
-    """One row for each pair (end of text at token i, limit after token j) in the second round."""
+    """Each row tests one pair (EOS at token i, limit after token j) in the second round."""
     target = toy(0)
     i, j = (axis.ravel() for axis in np.meshgrid(np.arange(k + 2), np.arange(k + 2)))
     batch = prompts(1 + np.arange(i.size) % 6, seed=k)
@@ -119,7 +119,7 @@ def test_plain_decoding_stops_at_the_same_places(toy, prompts):
 
 
 def test_any_of_several_end_tokens_ends_a_row(toy, prompts):
-    """Ids shared by all rows, and a different number of ids in each row with -1 for none."""
+    """All rows may share the ids, or each row may have its own number of ids, padded with -1."""
     target, draft, batch = toy(0), toy(*DRAFTS["related"]), prompts([3, 5, 2, 8])
     options = {"max_new_tokens": NEW, "num_draft_tokens": 2, "pad_id": PAD}
     never = np.full((4, 3), -1, np.int32)
@@ -151,7 +151,7 @@ def test_statistics_hold_together(toy, prompts, report):
     own = np.isin(out.origins, (CORRECTED, BONUS)).sum(1)
     assert (stats.accepted <= stats.drafted).all()
     assert (stats.drafted <= 6 * stats.rounds).all()
-    # A round ends with a token of the target's own, unless the row ends on a draft.
+    # A round ends with a token from the target, unless the row ends on a draft token.
     assert ((stats.rounds == own) | (stats.rounds == own + 1)).all()
     assert (np.diff(stats.accepted_at, axis=1) <= 0).all()
     assert not stats.invalid.any()
@@ -165,7 +165,7 @@ def test_statistics_hold_together(toy, prompts, report):
 
 
 def _log_law(logits, temperature, top_k):
-    """Log-probabilities over the last axis in float64 NumPy: temperature, then top-k."""
+    """Return log-probabilities over the last axis, in float64 NumPy, after temperature and then top-k."""
     scaled = logits.astype(np.float64) / temperature[:, None, None]
     kth = np.take_along_axis(-np.sort(-scaled, axis=-1), top_k[:, None, None] - 1, axis=-1)
     scaled = np.where(scaled >= kth, scaled, -np.inf)
@@ -194,7 +194,7 @@ def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, repor
 
 
 def test_the_last_position_of_the_context_can_be_used(toy, prompts):
-    """prompt + max_new_tokens = max_position_embeddings: as with a longer context; one more is refused."""
+    """prompt + max_new_tokens = max_position_embeddings decodes as with a longer context; one more is rejected."""
     batch = prompts([12, 3, 12, 7])
     short, long = (toy(0, max_position_embeddings=n) for n in (32, 256))
     greedy = jspec.SamplingParams(temperature=0.0)

@@ -1,4 +1,4 @@
-"""Vocabularies that differ by padding: a draft drafts what it would without it, be it the draft's or the target's."""
+"""Vocabularies that differ by padding: neither the draft's nor the target's padding changes what is drafted."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ DRAFTERS = {
 
 
 def padded(model, empty, scale=3):
-    """`empty`, a model like `model` but for its vocabulary, with the weights of `model` and high logits behind them."""
+    """Return `empty`, like `model` except for its vocabulary, with `model`'s weights and high logits after them."""
     weights = dict(nnx.to_flat_state(nnx.state(model)))
     for path, leaf in nnx.to_flat_state(nnx.state(empty)):
         own = weights[path][...]
@@ -57,7 +57,7 @@ BEHIND = {
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["mixture", pytest.param("cascade", marks=pytest.mark.slow)])
 def test_rows_behind_the_draft_s_vocabulary_are_never_drafted(toy, prompts, name, report):
-    """A target that may not use its padding, by a bias, is the target without it."""
+    """A target whose padding is forbidden by a bias equals the target without padding."""
     batch, target, draft = prompts([7, 1, 4]), toy(0), BEHIND[name](toy(0, distance=0.2))
     forbidden = jspec.SamplingParams(logit_bias=np.where(np.arange(PADDED) < V, 0, -np.inf))
     options = {"max_new_tokens": 24, "num_draft_tokens": 3}
@@ -72,7 +72,7 @@ def test_rows_behind_the_draft_s_vocabulary_are_never_drafted(toy, prompts, name
 
 @pytest.mark.usefixtures("quick_compile")
 def test_greedy_text_with_a_padded_target(toy, prompts, report):
-    """It does use its padding, which its draft reads as some other token, and the laws of a mixture are not as long."""
+    """The target emits padding, which its draft reads as other tokens; a mixture's distributions are shorter."""
     batch, target = prompts([7, 1, 4]), padded(toy(0), toy(1, vocab_size=PADDED), scale=1.2)
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0)}
     plain = jspec.generate(target, *batch, **options)
@@ -84,11 +84,11 @@ def test_greedy_text_with_a_padded_target(toy, prompts, report):
     assert 0 < behind.sum() < behind.size and out.stats.accepted.sum() > 0
 
 
-IDS = np.array([3, 10, 40, 60, 61, 63])  # what the tables below can say; the last two only the target's
+IDS = np.array([3, 10, 40, 60, 61, 63])  # what the tables below can emit; the last two only the target's
 
 
 def p_of_two_tokens(draws=10_000):
-    """Of the law of two tokens, the second drafted after the first, by chi-square."""
+    """Return the chi-square p-value of two tokens, the second drafted after the first, and the accepted count."""
     rng = np.random.default_rng(6)
     tables = [np.full((size, size), -np.inf, np.float32) for size in (PADDED, V)]
     for table, known in zip(tables, (IDS, IDS[:4]), strict=True):
@@ -109,7 +109,7 @@ def test_the_law_is_that_of_a_padded_target(report, monkeypatch, quick_compile):
     p, accepted = p_of_two_tokens()
     report(draws=10_000, p=f"{p:.2g}", accepted=accepted, sees_tv=f"{oracle.detectable(10_000, len(IDS) ** 2 - 1):.3f}")
     assert p > oracle.ALPHA and accepted > 0
-    # Planted: the padding has mass in the law that is declared, and what is drawn of it is brought back.
+    # Planted bug: the declared distribution gives padding mass, and drawn padding is clamped to the vocabulary.
     draw = Context.draw
     monkeypatch.setattr(Context, "draw", lambda self, k, probs: jnp.minimum(draw(self, k, probs), V - 1))
     monkeypatch.setattr(

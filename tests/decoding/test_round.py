@@ -1,4 +1,4 @@
-"""One round: what it returns is what the program collects, and every leaf of it has one entry a row."""
+"""One round: the program collects exactly what rounds return, and every leaf of a round has one entry per row."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ LIMITS, EOS_IDS = np.array([NEW, 4, NEW, NEW, 1]), np.array([[-1], [-1], [-1], [
 
 
 def begin(drafter, draft_length):
-    """What stays, and the state before the first round."""
+    """Return the parameters, which stay constant, and the state before the first round."""
     params = toys.request(jax.random.split(*KEYS), jnp.asarray(LENGTHS), NEW, *toys.both_transforms(SAMPLING, ROWS))
     params = dataclasses.replace(params, limits=jnp.asarray(LIMITS), eos_ids=jnp.asarray(EOS_IDS))
     return params, start(pair()[0], drafter, params, jnp.asarray(TOKENS), NEW, draft_length)[0]

@@ -1,4 +1,4 @@
-"""Blockwise parallel decoding: its layer against PyTorch, and a round is one pass of the target."""
+"""Blockwise parallel decoding: its layer matches PyTorch, and a round takes one pass of the target."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ E, V = TARGET.config.hidden_size, TARGET.config.vocab_size
 
 def test_logits_are_those_of_pytorch():
     torch = pytest.importorskip("torch")
-    """As in Tensor2Tensor's TransformerBlockParallel: two dense layers, outputs by block, residual, the output head."""
+    """As in Tensor2Tensor's TransformerBlockParallel: two dense layers, outputs per block, residual, output head."""
     drafter, x = heads.blockwise(TARGET), np.random.default_rng(1).normal(size=(4, 5, E)).astype(np.float32)
     up = heads.loaded(torch.nn.Linear(E, drafter.layer.up.bias[...].size), drafter.layer.up)
     down = heads.loaded(torch.nn.Linear(drafter.layer.up.bias[...].size, 3 * E), drafter.layer.down)
@@ -28,7 +28,7 @@ def test_logits_are_those_of_pytorch():
 
 
 def circling():
-    """A target that goes round in a circle, and a drafter that knows: one-hot states are moved i + 2 steps on."""
+    """Return a cyclic target, and a drafter that knows it by moving one-hot states on by i + 2 steps."""
     target, drafter, layer = heads.markov_llama(heads.CIRCLE), heads.blockwise(TARGET), heads.blockwise(TARGET).layer
     step = np.pad(heads.CIRCLE / heads.CIRCLE.max(), (0, E - V))
     moved = [np.linalg.matrix_power(step, i + 1) - np.eye(E) for i in range(3)]
@@ -43,7 +43,7 @@ def circling():
 
 
 def test_a_layer_that_knows_the_target_is_always_right_in_one_pass_a_round():
-    """What section 4 of the paper calls combined: prediction costs no pass beside verification."""
+    """Prediction costs no pass beyond verification, as in the combined scheme of section 4 of the paper."""
     target, drafter = circling()
     passes = heads.counted(target)
     heads.check_always_right(target, drafter, temperature=0)
@@ -52,7 +52,7 @@ def test_a_layer_that_knows_the_target_is_always_right_in_one_pass_a_round():
 
 
 def test_half_precision_and_int8():
-    """Its states come to the target's head in the target's dtype."""
+    """The drafter's states reach the target's head in the target's dtype."""
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, E)), jnp.bfloat16)
     expected = heads.blockwise(TARGET).logits(x, TARGET, 2)

@@ -1,4 +1,4 @@
-"""How far to draft: the law stays, drafts end where they should, and what is not wanted is not computed."""
+"""Draft lengths: the distribution is unchanged, drafts end where they should, and unneeded work is skipped."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -43,12 +43,12 @@ JOINT_LAWS = (
 @pytest.mark.parametrize(("length", "name", "rule"), by_default(JOINT_LAWS, JOINT_LAWS[:4]), ids=str)
 def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
-    check_texts(report, p_values, 8_192, len(LENGTH_RULES) + 1)  # of one two drafters are tested
+    check_texts(report, p_values, 8_192, len(LENGTH_RULES) + 1)  # one rule is tested with two drafters
 
 
 @pytree
 class Discarding(jspec.ModelDrafter):
-    """Stops before a token that it is unsure of, which it has drawn: the variant that must not be."""
+    """A drafter that stops before a token that it has drawn but is unsure of, which biases the output."""
 
     def propose(self, state, context, num_draft_tokens):
         draft, state = super().propose(state, context, num_draft_tokens)
@@ -57,7 +57,7 @@ class Discarding(jspec.ModelDrafter):
 
 
 def test_discarding_the_token_that_was_looked_at_is_biased(report):
-    """By as much as theory says; the same rule that keeps the token is not."""
+    """The bias is as large as theory says. The same rule is unbiased if it keeps the token."""
     draws, prompt = 200_000, 3
     target, draft = toys.markov_pair(0)
     p, q = (np.exp(t := np.asarray(model.table[prompt], float)) / np.exp(t).sum() for model in (target, draft))
@@ -81,7 +81,7 @@ def test_discarding_the_token_that_was_looked_at_is_biased(report):
 
 
 def test_it_stops_behind_the_first_token_it_is_unsure_of():
-    """The tokens are those of a full draft; how many there are follows from the draft's own law."""
+    """The tokens are those of a full draft; their number follows from the draft's own distribution."""
     draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
     for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
         full = drafted(jspec.ModelDrafter(draft), **sampling)
@@ -101,7 +101,7 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
 
 
 def test_it_does_not_begin_where_no_token_is_likely():
-    """By the law of the first, so that a row which begins drafts what it would have drafted anyway."""
+    """The first token's distribution decides, so that a row that begins drafts what it would have drafted anyway."""
     full = drafted(jspec.ModelDrafter(draft := toys.tiny_llama(11)))
     text = slice_rows(jax.nn.softmax(draft(jnp.asarray(TOKENS))), jnp.asarray(LENGTHS) - 1, 1)[:, 0].max(-1)
     for first in (np.sort(text)[1:] + np.sort(text)[:-1]) / 2:
@@ -116,7 +116,7 @@ def test_it_does_not_begin_where_no_token_is_likely():
 
 @pytree
 class Counted(toys.MarkovModel):
-    """Notes in `ROWS` how many rows each pass has that is really run."""
+    """A model that records in `ROWS` the number of token positions of every pass that actually runs."""
 
     name: jax.Array
 
@@ -143,11 +143,11 @@ def test_what_no_row_wants_is_not_computed():
     counts, rounds, drafted = rows(jspec.NGramDrafter(60, 60), jspec.UpTo(8))
     assert (counts[0], drafted) == ([1] * rounds, 0)
     counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
-    assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass a token, and the prompt's
+    assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass per token, plus the prompt's
     behind_lookup = jspec.FallbackDrafter(jspec.NGramDrafter(60, 60), jspec.ModelDrafter(draft))
     for drafter in (jspec.ModelDrafter(draft), behind_lookup):
         counts, rounds, drafted = rows(drafter, jspec.WhileConfident(8, 0.999, first=0.999))
-        assert (counts[0], drafted) == ([1] * rounds, 0) and len(counts[1]) <= rounds + 1  # it reads
+        assert (counts[0], drafted) == ([1] * rounds, 0) and len(counts[1]) <= rounds + 1  # it only reads
     both = jspec.FallbackDrafter(jspec.UnigramDrafter.from_tokens(np.arange(8), 8), jspec.ModelDrafter(draft))
     counts, rounds, drafted = rows(both, jspec.UpTo(8))
     assert drafted and len(counts[1]) <= rounds + 1
@@ -157,7 +157,7 @@ def test_what_no_row_wants_is_not_computed():
 
 @pytest.mark.parametrize("length", by_default(LENGTH_RULES, LENGTH_RULES[1:2]), ids=lambda one: type(one).__name__)
 def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
-    """Whatever the sampling parameters, limits and ends of text."""
+    """This holds for any sampling parameters, limits and EOS tokens."""
     target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
     batch, options = prompts([9, 1, 5, 3, 7, 2, 4]), drafters.every_parameter(7, 61)
     common = {"max_new_tokens": 24, "num_draft_tokens": length, "accept": "coupled"}
@@ -176,7 +176,7 @@ def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompt
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(jspec.Heuristic):
-    """Tells `RECORDS` what each round drafted and accepted."""
+    """A rule that records in `RECORDS` the drafted and accepted counts of each round."""
 
     def update(self, state, drafted, accepted):
         jax.debug.callback(lambda *counts: RECORDS.append(counts), drafted, accepted)
@@ -185,7 +185,7 @@ class Recorded(jspec.Heuristic):
 
 @pytree
 class Asked(jspec.ModelDrafter):
-    """Tells `ASKED` how many tokens each row wanted."""
+    """A drafter that records in `ASKED` the number of tokens that each row wanted."""
 
     def propose(self, state, context, num_draft_tokens):
         jax.debug.callback(ASKED.append, context.budget)
@@ -196,7 +196,7 @@ RECORDS, ASKED = [], []
 
 
 def test_it_learns_what_each_round_has_brought(toy, prompts):
-    """Row by row the counts of all rounds add up to the statistics, and a row that is done asks for nothing more."""
+    """Each row's counts over all rounds add up to its statistics, and a finished row asks for no more tokens."""
     RECORDS.clear(), ASKED.clear()
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(max_tokens=np.array([0, 3, 9]))}
     drafter, length = Asked(toy(0, distance=0.1)), Recorded(4)
@@ -237,7 +237,7 @@ def test_drafts_of_one_token_are_the_least(toy, prompts, name):
 
 @dataclasses.dataclass(frozen=True)
 class Bursts(jspec.UpTo):
-    """Nothing wanted for five rounds, then all: rows out of step."""
+    """A rule that wants no tokens for five rounds and then the maximum, with the rows out of step."""
 
     def init(self, batch):
         return 3 * jnp.arange(batch)
@@ -250,11 +250,11 @@ class Bursts(jspec.UpTo):
 
 
 def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts):
-    """A draft by the target itself is always accepted, however long none was wanted, and whatever neighbours want."""
+    """A draft by the target itself is always accepted, after any rounds without drafts and beside any neighbours."""
     target = toys.tiny_llama(10)
     drafter, batch = drafters.make("cascade", target, target), prompts([3, 4], vocab_size=8)
     options = {"max_new_tokens": 60, "num_draft_tokens": Bursts(4)}
-    with jax.enable_checks(True):  # a cascade drafts more than is wanted, which is cut off and need not be lawful
+    with jax.enable_checks(True):  # a cascade drafts too much; the surplus is cut off and need not be valid
         out = drafters.generate(target, drafter, batch, **options)
         alone = drafters.generate(target, drafter, [part[:1] for part in batch], **options)
     np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])

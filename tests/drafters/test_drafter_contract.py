@@ -1,4 +1,4 @@
-"""What is refused: drafts that break the contract, impossible sizes, the likeliest mistakes of drafter authors."""
+"""Rejected input: drafts that break the contract, impossible sizes, and drafter authors' most likely mistakes."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["change"])
 @dataclasses.dataclass(frozen=True)
 class Wrong(jspec.ModelDrafter):
-    """Returns `change` of a good draft."""
+    """A drafter that returns `change` applied to a valid draft."""
 
     change: Callable
 
@@ -72,7 +72,7 @@ def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, messag
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "token"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Outside(jspec.ModelDrafter):
-    """Drafts `token` in row 1, by a law that has mass everywhere."""
+    """A drafter that drafts `token` in row 1, from a distribution with mass everywhere."""
 
     token: jax.Array
 
@@ -82,7 +82,7 @@ class Outside(jspec.ModelDrafter):
 
 
 def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
-    """Not even -1, which is the last entry of a law to NumPy; inside `jax.jit` they are no guess."""
+    """This includes -1, which NumPy takes for the last entry. Inside `jax.jit`, such ids count as no draft tokens."""
 
     def call(target, drafter):
         return jspec.speculative_generate(target, drafter, *prompts([3, 2]), max_new_tokens=8, num_draft_tokens=1)
@@ -92,7 +92,7 @@ def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
         drafter = Outside(toy(1), jnp.asarray(token, jnp.int32))
         with pytest.raises(ValueError, match="Outside drafted ids outside the vocabulary of 61 tokens in row 1; draft"):
             call(toy(0), drafter)
-        # As a part of another, and inside a program, nothing can be said: no guess, and the text is the target's own.
+        # Nested or inside a program, no error is possible: the id is no draft token, and the output is the target's.
         nested = jspec.FallbackDrafter(drafter, jspec.NGramDrafter(60, 60))
         for out in (inside(toy(0), drafter), call(toy(0), nested)):
             assert (out.origins[1] == NO_DRAFT).all()
@@ -134,7 +134,7 @@ def test_vocabularies_that_differ_are_refused(toy, prompts):
 
 
 class Unregistered:
-    """A drafter, but no pytree."""
+    """A drafter that is not a pytree."""
 
     vocab_size = max_positions = None
     init = propose = commit = None
@@ -142,7 +142,7 @@ class Unregistered:
 
 @pytree
 class Flat(jspec.drafters.AutoregressiveDrafter):
-    """All that a drafter without memory has to say."""
+    """The minimum that a stateless drafter must define."""
 
     logits: jax.Array
     vocab_size = max_positions = None
@@ -156,7 +156,7 @@ class Flat(jspec.drafters.AutoregressiveDrafter):
 
 @pytree
 class Bare(Flat):
-    """Returns a pair in place of a draft."""
+    """A drafter that returns a pair instead of a draft."""
 
     def propose(self, state, context, num_draft_tokens):
         draft, state = super().propose(state, context, num_draft_tokens)
@@ -176,7 +176,7 @@ def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
 
 @pytree
 class Withdrawn(jspec.drafters.Stateless):
-    """Two independent children with distributions, of which the drafter says that the younger is no guess."""
+    """A drafter of two independent children with distributions that marks the later one as no draft token."""
 
     law: jax.Array
     tree = jspec.Tree((0, 0))

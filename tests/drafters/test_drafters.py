@@ -1,4 +1,4 @@
-"""Drafters other than a model: whatever they remember, the law of the text stays the target's."""
+"""Drafters other than models: the output keeps the target's distribution, for anything they remember."""
 
 import re
 from pathlib import Path
@@ -24,9 +24,9 @@ DRAWS = 200_000
 
 @pytree
 class Memorising:
-    """Two tokens of two; what it guesses next depends on the guess that was discarded behind a rejected one.
+    """A drafter of two binary tokens whose next draft depends on the token discarded after a rejected one.
 
-    With noise that is the same whenever a position is drafted, its guess would not have the law it states.
+    If a position had the same noise whenever it is drafted, draft tokens would not follow the stated distribution.
     """
 
     vocab: jax.Array
@@ -68,7 +68,7 @@ SMALLS = {
 
 
 def check_cascades(report, toy, prompts, cases):
-    """Text, laws and counts are those of ``ModelDrafter(middle)``, whatever drafts for the middle."""
+    """Check that output, distributions and counts equal ``ModelDrafter(middle)``'s, for any drafter of the middle."""
     target, middle, small = toy(0), toy(0, distance=0.1), toy(0, distance=0.2)
     batch, options = prompts([9, 1, 5, 3, 2]), {"max_new_tokens": 32, "num_draft_tokens": 4}
     sampling = jspec.SamplingParams(temperature=np.array([1, 0.7, 0, 1.2, 1]), repetition_penalty=1.1)
@@ -92,7 +92,7 @@ def test_a_cascade_drafts_what_its_middle_model_would_in_full(report, toy, promp
 
 @pytree
 class OnAndOff(Stateless):
-    """Guesses token 0, at every other position."""
+    """A drafter that drafts token 0 at every other position."""
 
     vocab_size = None
     max_positions = None
@@ -105,7 +105,7 @@ class OnAndOff(Stateless):
 
 @pytree
 class Watched(jspec.ModelDrafter):
-    """Notes in `ERRORS` how far its first law is from the one it has without a cache."""
+    """A drafter that records in `ERRORS` how far its first distribution is from the one without a cache."""
 
     def propose(self, cache, context, num_draft_tokens):
         draft, cache = super().propose(cache, context, num_draft_tokens)
@@ -117,7 +117,7 @@ class Watched(jspec.ModelDrafter):
 
 @pytree
 class Brief(Watched):
-    """Asked for one token at most, as heads are for few."""
+    """A drafter that is asked for at most one token, as heads are asked for few."""
 
     max_chain_length = 1
 
@@ -127,7 +127,7 @@ ZERO_IS_LIKELY = np.array([2.5] + 7 * [0.0], np.float32)
 
 
 def worst_law(k, small_k, kind=Watched):
-    """Of a drafter that falls back to another model, alone or, if `small_k` is not 0, within a cascade."""
+    """Return the largest error of a drafter that falls back to a model, within a cascade if `small_k` is not 0."""
     ERRORS.clear()
     jax.clear_caches()
     target = toys.tiny_llama(10)
@@ -135,7 +135,7 @@ def worst_law(k, small_k, kind=Watched):
     if small_k:
         drafter = jspec.CascadeDrafter(target, drafter, small_k)
     sampling = jspec.SamplingParams(logit_bias=ZERO_IS_LIKELY)
-    for seed in range(8):  # one row at a time: within a cascade it would read more while it waits for others
+    for seed in range(8):  # one row at a time: within a cascade, it would read more while waiting for other rows
         batch = np.array([[1, 2]]), np.array([2]), jax.random.split(jax.random.key(seed), 1)
         drafters.generate(target, drafter, batch, max_new_tokens=64, num_draft_tokens=k, sampling=sampling)
     jax.effects_barrier()
@@ -154,7 +154,7 @@ def worst_law(k, small_k, kind=Watched):
 )
 def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k, kind):
     error = worst_law(k, small_k, kind)
-    # The planted bug: it reads as many tokens as if it had written all drafts itself.
+    # Planted bug: it reads as many tokens as if it had drafted all of them itself.
     monkeypatch.setattr(fallback, "dataclasses", SimpleNamespace(replace=lambda context, **_: context))
     planted = worst_law(k, small_k, kind)
     report(error=f"{error:.1e}", planted=f"{planted:.2f}")
@@ -163,7 +163,7 @@ def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k
 
 @pytree
 class Lawless(Stateless):
-    """Guesses without laws, which only "coupled" can judge."""
+    """A drafter of tokens without distributions, which only "coupled" can verify."""
 
     vocab_size = max_positions = None
 
@@ -206,7 +206,7 @@ def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
 
 @pytree
 class Counting(Stateless):
-    """Guesses token 0, in 8-bit integers, and counts what it is told of drafts."""
+    """A drafter of token 0, in 8-bit integers, that counts its calls of `commit`."""
 
     vocab_size = None
     max_positions = 100
@@ -223,7 +223,7 @@ class Counting(Stateless):
 
 
 def test_parts_are_told_and_their_limits_hold(toy, prompts):
-    """Within pairs and cascades too, where a part's arrays may have any dtype, as on their own."""
+    """This holds within pairs and cascades too. A part's arrays may have any dtype there, as they may alone."""
     target, batch = toy(0), prompts([3, 2])
     pair = jspec.FallbackDrafter(Counting(), jspec.FallbackDrafter(Counting(), toy(1)))
     assert pair.commit((1, (2, ())), None, None, None) == (2, (3, ()))
@@ -254,12 +254,12 @@ def test_what_was_not_guessed_was_not_drafted(toy, prompts):
 
 
 def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts, monkeypatch):
-    """Itself for the target, so that all its guesses are accepted; a head of three guesses beside a longer one."""
+    """The target drafts for itself, so all its draft tokens are accepted; the heads beside it draft only three."""
     batch, options = prompts([3, 2]), {"max_new_tokens": 24, "num_draft_tokens": 4, "accept": "coupled"}
     heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
     out = drafters.generate(toy(0), jspec.FallbackDrafter(toy(0), heads), batch, **options)
     assert out.stats.judged_at[:, 3].all() and jspec.FallbackDrafter(heads, heads).max_chain_length == 3
-    # A row's budget may be more than what a part is asked for: a cascade once drafted for ever.
+    # A row's budget may exceed what a part is asked for, which once made a cascade draft forever.
     cascade, nothing = jspec.CascadeDrafter(toy(0), toy(0), 1), jspec.NGramDrafter(60, 60)
     monkeypatch.setattr(jspec.CascadeDrafter, "max_chain_length", 2, raising=False)
     options["num_draft_tokens"] = jspec.UpTo(4)
@@ -270,7 +270,7 @@ def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts, monkeypatc
 
 
 def looked_up(tokens, max_ngram, min_ngram, k):
-    """What `NGramDrafter` should copy behind the list `tokens`, or None; by brute force."""
+    """Return what `NGramDrafter` should copy after the list `tokens`, or None, by brute force."""
     best = None
     for size in range(max_ngram, min_ngram - 1, -1):
         for end in range(len(tokens) - 2, size - 2, -1):
@@ -298,12 +298,12 @@ def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
 
 
 def test_the_drafters_of_the_docs(toy, prompts, capsys):
-    """A page that runs as one program, and the twenty lines of its own drafter, as a user might write them."""
+    """The page runs as one program, and so does its custom drafter of twenty lines, as a user might write it."""
     page = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         exec(block, names)
-    assert capsys.readouterr().out.endswith("\n[1.]\n")  # this text has no token twice in a row
+    assert capsys.readouterr().out.endswith("\n[1.]\n")  # this output has no token twice in a row
     target, (tokens, lengths, keys) = toy(0), prompts([4, 2])
     coupled = drafters.generate(target, names["Again"](), (tokens, lengths, keys), max_new_tokens=32, accept="coupled")
     plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=32)

@@ -1,4 +1,4 @@
-"""EAGLE heads as drafters: what they have read is the text, with the target's own states, after every round."""
+"""EAGLE heads as drafters: after every round, they have read the sequence with the target's own hidden states."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ TREES = {
 
 
 def read_whole(head, tokens):
-    """The states behind every token but the first, ``[B, S - 1, E]``, of whole texts at once."""
+    """Return the states after every token but the first, ``[B, S - 1, E]``, of whole sequences at once."""
     batch, size = tokens.shape
     zeros = jnp.zeros(batch, jnp.int32)
     features = TARGET.forward_with_features(tokens, TARGET.new_cache(batch, size), zeros, head.config.features)[1]
@@ -61,7 +61,7 @@ def read_whole(head, tokens):
     ],
 )
 def test_it_has_read_the_text(prompts, kind, tree):
-    """Beside refused guesses, ends and limits, and from a prompt of one token on."""
+    """This holds with rejected draft tokens, row ends and limits, and from one-token prompts on."""
     wrap, length, rule = TREES[tree]
     head = eagle_heads.eagle(TARGET, **KINDS[kind])
     drafter, length = wrap(EagleDrafter(head)), as_draft_length(length)
@@ -88,10 +88,10 @@ def test_it_has_read_the_text(prompts, kind, tree):
 
 
 def test_a_head_that_is_the_target_is_always_right(prompts):
-    """A target whose next tokens hang on the last one alone, and a head that passes its embedding on as its state."""
+    """The target's next token depends on the last one alone, whose embedding the head passes on as its state."""
     target = toys.tiny_llama(0, 1)
     columns = target.embed_tokens.weight[...]
-    target.embed_tokens.weight.set_value(columns / jnp.sqrt(jnp.mean(columns**2, axis=0)))  # nothing left to norm
+    target.embed_tokens.weight.set_value(columns / jnp.sqrt(jnp.mean(columns**2, axis=0)))  # nothing left to normalise
     head = eagle_heads.eagle(target, generation=1)
     head.fc.weight.set_value(jnp.eye(32, 16))
     for layer in (target.layers[0], head):
@@ -106,7 +106,7 @@ def test_a_head_that_is_the_target_is_always_right(prompts):
 
 
 def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
-    """A head for tokens 2, 5 and 7 drafts these and no others, whatever rows it keeps them in."""
+    """A head for tokens 2, 5 and 7 drafts only these, for any order of its rows."""
     head = eagle_heads.eagle(TARGET, generation=3, draft_vocab_size=3, own_head=True)
     head.draft_ids.set_value(jnp.array([3, 3, 1, 3, 3, 0, 3, 2], jnp.int32))
     states = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 16)), jnp.float32)
@@ -143,7 +143,7 @@ def test_what_is_no_head(prompts):
 
 @pytest.mark.parametrize("name", ["eagle", "eagle 3", "medusa", "hydra"])
 def test_a_head_says_nothing_behind_a_prompt_of_one_token(name):
-    """In a mixture, where the other has a guess; so that all laws are the other's."""
+    """In a mixture with a drafter that does draft, all distributions are then that drafter's."""
     target, draft = toys.tiny_llama(0, 2), toys.tiny_llama(1, 1)
     mixed = jspec.MixtureDrafter(drafters.make(name, target, draft), draft, 0.5)
     batch = jnp.array([[5], [6]]), jnp.array([1, 1]), jax.random.split(jax.random.key(0), 2)

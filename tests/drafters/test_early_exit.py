@@ -1,4 +1,4 @@
-"""Drafting with the target's own layers, and mixing two drafters' laws: both against the same thing done plainly."""
+"""Drafting with the target's own layers and mixing two drafters' distributions, each against a plain version."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def shortened(model, num_layers):
-    """`model` without the layers behind the first `num_layers`: a model of its own, with a cache of its own."""
+    """Return the first `num_layers` layers of `model` as a separate model, with its own cache."""
     short = nnx.clone(model)
     short.layers = nnx.List(list(short.layers)[:num_layers])
     short.config = dataclasses.replace(short.config, num_hidden_layers=num_layers)

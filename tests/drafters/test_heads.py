@@ -1,4 +1,4 @@
-"""Trained heads: the states they see are those of the text, and what does not fit the target is refused."""
+"""Trained heads: they see the sequence's hidden states, and heads that do not fit the target are rejected."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ HEADS = {
     ids=["varying", "tree"],
 )
 def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rule):
-    """At the last token but one, before every round; beside refused guesses, ends and limits."""
+    """Before every round, they have the second-to-last token's state, even with rejected tokens, EOS and limits."""
     drafter = heads.medusa(TARGET)
     whole = drafter if tree is None else jspec.TreeDrafter(drafter, tree)
     read = jax.jit(lambda tokens: TARGET.forward(tokens, TARGET.new_cache(*tokens.shape), jnp.zeros(4, jnp.int32))[0])
@@ -51,7 +51,7 @@ def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rul
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["tree", "search"])
 def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
-    """Under "coupled", with penalties."""
+    """This holds under "coupled", with penalties."""
     batch, drafter = prompts([4, 1, 6], vocab_size=V), HEADS[name](TARGET)
     whole = (
         jspec.TreeDrafter(drafter, jspec.Tree.branching((3, 2, 1)))
@@ -98,7 +98,7 @@ def test_heads_of_another_target(prompts, name, size, message):
     other = jspec.Llama(dataclasses.replace(TARGET.config, **size), rngs=nnx.Rngs(0))
     drafter = HEADS[name](other)
     if drafter.vocab_size is None and "vocab_size" in size:
-        return  # it guesses with the target's own head
+        return  # it drafts with the target's own head
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=V), max_new_tokens=8, num_draft_tokens=2)
 

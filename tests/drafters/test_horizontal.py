@@ -1,4 +1,4 @@
-"""One drafter behind another: what each has to read, what the second may say, and what is refused."""
+"""One drafter after another: what each must read, what the second may draft, and what is rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.mark.parametrize("length", [jspec.UpTo(4), pytest.param(jspec.Heuristic(4), marks=pytest.mark.slow)], ids=str)
 def test_drafts_by_the_target_itself_are_always_accepted(report, prompts, length):
-    """Whoever of them drafts, by whatever cache, and whatever another has drafted before or since."""
+    """This holds for each of the drafters, with any cache, and for any drafts of another before or since."""
     target = toys.tiny_llama(10)
     whole = jspec.EarlyExitDrafter(2)
     drafter = jspec.HorizontalDrafter(target, jspec.HorizontalDrafter(whole, target, 1), 1)
@@ -29,7 +29,10 @@ def test_drafts_by_the_target_itself_are_always_accepted(report, prompts, length
 
 
 def test_each_drafts_its_part():
-    """The first what it drafts alone, the second what it would behind that; without a guess nothing follows."""
+    """The first drafts what it would alone, and the second what it would after that.
+
+    If the first drafts nothing, nothing follows.
+    """
     table = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), jnp.float32)
     first, second = jspec.BigramDrafter(table[0]), jspec.BigramDrafter(table[1])
     alone, mixed = drafted(first), drafted(jspec.HorizontalDrafter(first, second, 2))

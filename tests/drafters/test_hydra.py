@@ -1,4 +1,4 @@
-"""Hydra heads: what they compute is what PyTorch does, and every node of a tree has its own branch before it."""
+"""Hydra heads: they compute what PyTorch does, and every tree node has its own branch before it."""
 
 import functools
 
@@ -43,10 +43,10 @@ def test_without_a_head_it_is_the_target_s():
     "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
 )
 def test_heads_that_know_the_target_are_always_right(kind):
-    """Of the law of a token given the one before, at any temperature: they must have been told that one."""
+    """A token's distribution depends on the previous token, which the heads must receive, at any temperature."""
     table = np.random.default_rng(2).normal(size=(V, V)) * 2
     target, drafter = heads.markov_llama(table), heads.hydra(TARGET, 3, 1)
-    for head in drafter.heads:  # the last of the embeddings, and nothing else
+    for head in drafter.heads:  # use only the last of the embeddings
         head.linear.weight.set_value(jnp.zeros_like(head.linear.weight[...]))
         head.linear.bias.set_value(jnp.zeros(E))
         last = jnp.concatenate([jnp.zeros((head.linear.weight[...].shape[0] - E, E)), jnp.eye(E)])
@@ -57,7 +57,7 @@ def test_heads_that_know_the_target_are_always_right(kind):
     check = functools.partial(heads.check_always_right, target, temperature=0.8)
     if kind == "tree":
         check(jspec.TreeDrafter(drafter, jspec.Tree.branching((2, 1, 2))), num_draft_tokens=None)
-    elif kind == "search":  # judged by the target's noise, with which it is drawn as well
+    elif kind == "search":  # verified with the target's noise, with which it is also drawn
         whole = jspec.DynamicTreeDrafter(drafter, num_nodes=12, max_depth=3, width=4)
         check(whole, num_draft_tokens=None, accept="coupled")
     else:
@@ -86,7 +86,7 @@ def test_every_node_has_its_own_branch_before_it():
 
 
 def test_all_of_a_pass_is_one_function():
-    """A trainer reads whole texts with the very heads that draft."""
+    """A trainer reads whole sequences with the same heads that draft."""
     drafter = heads.hydra(TARGET, 2)
     gradient = jax.grad(lambda drafter, z: drafter.heads[1](z, TARGET).sum())(drafter, jnp.ones((2, 7, 3 * E)))
     assert jnp.abs(gradient.heads[1].linear.weight[...]).sum() and not jnp.abs(gradient.heads[0].bias[...]).sum()

@@ -1,4 +1,4 @@
-"""Kangaroo: its adapter against PyTorch, its cache against the text, round by round."""
+"""Kangaroo: its adapter matches PyTorch, and its cache matches the sequence, round by round."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ V, NEW = TARGET.config.vocab_size, 20
 
 
 def states(model, tokens, count):
-    """``[B, S, E]``, what leaves the first `count` layers."""
+    """Return the output of the first `count` layers, ``[B, S, E]``."""
     cache = model.new_cache(*tokens.shape)
     return model.forward(tokens, cache, jnp.zeros(len(tokens), jnp.int32), layers=range(count))[0]
 
@@ -45,7 +45,7 @@ TREE = jspec.Tree.branching((2, 1, 2))
     ids=["varying", "tree", "search"],
 )
 def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
-    """Behind every round, of all tokens but the last."""
+    """After every round, the cache matches the sequence without its last token."""
     drafter, compared = heads.kangaroo(TARGET), 0
     adapter = drafter.adapter
 
@@ -69,7 +69,7 @@ def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
     "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
 )
 def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
-    """Of a target whose last layer is but an attention: it is right if its cache is."""
+    """The target's last layer is attention only, so the adapter is right if its cache is."""
     target, last = toys.tiny_llama(0, 2), toys.tiny_llama(0, 2).layers[1]
     target.layers[1].mlp.down_proj.weight.set_value(jnp.zeros_like(last.mlp.down_proj.weight[...]))
     drafter = heads.kangaroo(target)

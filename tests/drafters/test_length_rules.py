@@ -1,4 +1,4 @@
-"""Which length each rule chooses, by what rounds before have drafted and accepted."""
+"""The length that each rule chooses from what earlier rounds drafted and accepted."""
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,13 @@ def test_acceptance_leads_to_the_best_length_of_theory():
         length = jspec.ByAcceptance(8, cost)
         rates = np.array([0.3, 0.6, 0.8, 0.9])
         state = length.init(4)
-        for _ in range(200):  # rounds that kept as many drafts as that rate makes likely
+        for _ in range(200):  # rounds that accept as many tokens as expected at that rate
             state = length.update(state, jnp.full(4, 99.0), jnp.asarray(rates / (1 - rates)))
         found = np.asarray(length.budget(state, 4))
         share = np.asarray((state[0] + 1) / (state[1] + 2))
         best = [max(range(1, 9), key=lambda k: float(jspec.theory.speedup(a, k, cost))) for a in share]
         np.testing.assert_array_equal(found, best)
-        weight = 10 / (1 - rates)  # judged drafts, with those of old rounds, beside two that were never drafted
+        weight = 10 / (1 - rates)  # verified draft tokens, including old rounds', plus two that were never drafted
         np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
 
 
@@ -59,7 +59,7 @@ def test_a_threshold_moves_by_what_was_accepted():
     state = length.init(5)
     np.testing.assert_allclose(state, 0.4)
     drafted, accepted = jnp.array([4, 4, 4, 1, 0]), jnp.array([4, 3, 0, 1, 0])
-    moved = length.update(state, drafted, accepted)  # behind the first 3 of 3, 2 of 3, and none that was judged
+    moved = length.update(state, drafted, accepted)  # after the first token: 3 of 3, 2 of 3, and none verified
     np.testing.assert_allclose(moved, 0.4 + np.array([-0.0375, 0.0125, 0, 0, 0]), rtol=1e-6)
     np.testing.assert_array_equal(length.continues(moved, jnp.full(5, 0.4)), [True, False, True, True, True])
     for _ in range(60):
@@ -68,8 +68,8 @@ def test_a_threshold_moves_by_what_was_accepted():
 
 
 def test_a_wanted_acceptance_is_found(report):
-    """Where all drafts of a round are accepted with the probability that they had, which no round tells of another."""
-    shares, rows, rounds = (0.82, 0.86, 0.9), 16, 4_000  # drafting all has 0.776
+    """Each round draws its own confidence, independent of other rounds, and accepts tokens with that probability."""
+    shares, rows, rounds = (0.82, 0.86, 0.9), 16, 4_000  # drafting everything gives 0.776
 
     def play(state, key):
         luck = jax.random.uniform(key, (len(shares), rows, 9))

@@ -1,4 +1,4 @@
-"""Lookahead decoding against lists, round by round."""
+"""Lookahead decoding against an implementation with lists, round by round."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def guesses(said, pool, count, ngram):
-    """What may follow the last token: of the pool first, then of the text; of those that begin alike the first."""
+    """Return continuations of the last token, from the pool and then from the text; keep one for each first token."""
     found = [gram[1:] for gram in pool if gram[0] == said[-1]][: 4 * count]
     for end in matches(said, 3, 1)[: 4 * count]:
         text = list(said)
@@ -30,7 +30,7 @@ def guesses(said, pool, count, ngram):
 
 @pytest.mark.parametrize(("window", "ngram", "count"), [(5, 3, 2), (3, 4, 3), (4, 2, 3), (1, 3, 1)])
 def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count):
-    """For a target that says anything and a text that goes on anyhow, of two rows."""
+    """The target's most likely tokens and the text of both rows are random."""
     rng, drafter, rows, vocab_size = np.random.default_rng(0), LookaheadDrafter(window, ngram, count), 2, 5
     tree, state = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 80)
     text, lengths = rng.integers(vocab_size, size=(rows, 80)).astype(np.int32), np.array([1, 6])
@@ -39,7 +39,7 @@ def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count
     for _ in range(12):
         draft, state = propose(drafter, state, context(text, lengths, vocab_size), tree.max_depth)
         probs, tokens = np.array(draft.probs), np.array(draft.tokens)
-        assert not probs[:, first:].any()  # the window is read and not judged
+        assert not probs[:, first:].any()  # the window is read but not verified
         accepted, likeliest = rng.integers(0, ngram, rows), rng.integers(vocab_size, size=(rows, tree.size + 1, 1))
         for b in range(rows):
             said = text[b, : lengths[b]].tolist()
@@ -64,7 +64,7 @@ def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count
 
 
 def test_the_window_is_read_as_a_chain_with_columns_behind_it():
-    """Nodes 1 to 4 are two guesses of two tokens each."""
+    """Nodes 1 to 6 are two candidates of three tokens each."""
     assert LookaheadDrafter(window=3, ngram=4, guesses=2).tree.parents[6:] == (0, 7, 0, 7, 8, 9, 10, 11)
 
 

@@ -1,4 +1,4 @@
-"""Medusa heads: what they compute is what PyTorch does."""
+"""Medusa heads: they compute what PyTorch does."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_logits_are_those_of_pytorch(blocks):
 
 
 def test_heads_that_know_the_target_are_always_right():
-    """A target that goes round in a circle: head i has its steps, i + 2 at once."""
+    """The target is cyclic, and head i takes i + 2 of its steps at once."""
     target, drafter = heads.markov_llama(heads.CIRCLE), heads.medusa(TARGET)
     for i, head in enumerate(drafter.heads):
         steps = np.linalg.matrix_power(heads.CIRCLE / heads.CIRCLE.max(), i + 2) * heads.CIRCLE.max()

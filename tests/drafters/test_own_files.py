@@ -1,4 +1,4 @@
-"""Drafters that no other program reads, and draft models, to files and back."""
+"""Saving and loading of draft models and of drafters that no other program reads."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Drafters that draft trees of their own: each against a plain one, and what they refuse."""
+"""Drafters that draft their own trees: each against a plain implementation, and what they reject."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ TREE = Tree((0, 1, 0, 2, 0, 3, 1, 7))  # depth first, and ragged
 
 
 def trie(tokens, tree, max_ngram, min_ngram):
-    """Node -> its guess, or None: by brute force."""
+    """Return each node's draft token, or None, by brute force."""
     texts = []
     for end in matches(tokens, max_ngram, min_ngram)[: 4 * tree.max_width]:
         text = list(tokens)
@@ -34,7 +34,7 @@ def trie(tokens, tree, max_ngram, min_ngram):
     for node, parent in enumerate(tree.parents, 1):
         above = paths[parent]
         going_on = [] if above is None else [text for text in texts if text[: len(above)] == above]
-        next_tokens = dict.fromkeys(text[len(above)] for text in going_on)  # in this order, without the doubles
+        next_tokens = dict.fromkeys(text[len(above)] for text in going_on)  # in this order, without duplicates
         own = list(next_tokens)[tree.sibling_ranks[node] :][:1]
         paths[node] = (*above, *own) if own else None
     return [paths[node] and paths[node][-1] for node in range(1, tree.size + 1)]
@@ -62,7 +62,7 @@ def test_lookup_in_a_tree_that_is_a_chain_is_lookup():
 
 
 def test_recycling_is_a_matrix_of_what_was_likeliest_last():
-    """Rows of tables, some shorter than a vocabulary allows, against a dictionary; of equal tokens the first counts."""
+    """Table rows, some shorter than the vocabulary allows, match a dictionary. The first of equal tokens counts."""
     rng, drafter, rows, vocab_size = np.random.default_rng(0), TokenRecyclingDrafter(12), 2, 6
     tree, state, known = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 40), [{}, {}]
     text, lengths = rng.integers(vocab_size, size=(rows, 40)).astype(np.int32), np.array([1, 4])
@@ -102,14 +102,14 @@ def test_recycling_forgets_what_is_oldest(monkeypatch):
 
 @jax.jit
 def in_turn(drafter, state, asked):
-    """A draft, and the state after another branch was kept."""
+    """Return a draft, and the state after another drafter's branch was accepted."""
     draft, state = drafter.propose(state, asked, 2)
     verdict = Verdict(jnp.full(2, 2), asked.tokens[:, 0], path=jnp.tile(jnp.array([1, 4]), (2, 1)))
     return draft, drafter.commit(state, draft, verdict, jnp.zeros((2, 7, 1)))
 
 
 def test_chains_of_several_are_those_that_each_drafts_alone():
-    """With its own noise, and though of three tokens a round it has drafted none: what it has not read it reads."""
+    """Each drafts with its own noise and reads what it has not read: a round's three tokens are not from its draft."""
     rng, part = np.random.default_rng(0), jspec.ModelDrafter(MODEL)
     drafter = MultiDrafter([NGramDrafter(), MODEL, MODEL], 2)
     text = jnp.asarray(rng.integers(8, size=(2, 16)), jnp.int32)
@@ -128,7 +128,7 @@ def test_chains_of_several_are_those_that_each_drafts_alone():
 
 @pytree
 class Told(jspec.drafters.Stateless):
-    """Remembers what it is told."""
+    """A drafter that remembers the arguments of `commit`."""
 
     token: jax.Array
     vocab_size = max_positions = None
@@ -146,7 +146,7 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
     asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 3, 2, 3)), None, None, None, 8)
     draft, state = drafter.propose(((), (), ()), asked, 3)
     np.testing.assert_array_equal(draft.tokens[0], [1, 4, 1, 2, 5, 2, 3, 6, 3])
-    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[3, 6, 0]]))  # the third's first two
+    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[3, 6, 0]]))  # the third chain's first two
     told = drafter.commit(state, draft, verdict, jnp.arange(10)[None, :, None])
     np.testing.assert_array_equal([one[0][0] for one in told], [[1, 2, 3], [4, 5, 6], [1, 2, 3]])
     assert [(int(one[1][0]), int(one[2][0])) for one in told] == [(2, 7), (0, 1), (2, 7)]
@@ -155,7 +155,7 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
 
 @pytree
 class ToldStates(Told):
-    """Reads states of the target, besides."""
+    """A drafter like `Told` that also reads hidden states of the target."""
 
     features = (1,)
 
@@ -170,7 +170,7 @@ def test_who_reads_states_is_told_of_the_path_whosever_it_is():
     drafter = MultiDrafter([ToldStates(jnp.int32(1)), Told(jnp.int32(4))], 3)
     asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 2, 2, 3)), None, None, None, 8)
     draft, state = drafter.propose(((), ()), asked, 3)
-    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[2, 4, 0]]))  # the other's first two
+    verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[2, 4, 0]]))  # the other chain's first two
     values = jnp.arange(7)[None, :, None]
     states = drafter.commit(state, draft, verdict, values, features=values[..., None], target=None)
     path, told, hidden, features = states[0]
@@ -183,7 +183,7 @@ def test_who_reads_states_is_told_of_the_path_whosever_it_is():
 
 @pytree
 class Starts(jspec.drafters.Stateless):
-    """Knows the next token of ``text[L]``, and of those behind it what they are not."""
+    """A drafter that drafts the next token ``text[L]`` and, after it, tokens that differ from `text`."""
 
     text: jax.Array
     vocab_size = max_positions = None
@@ -200,7 +200,7 @@ def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
     several = MultiDrafter([Starts(jnp.pad(jnp.append(batch[0], plain.tokens), (0, 8))), MODEL], 4)
     out = jspec.speculative_generate(MODEL, several, *batch, max_new_tokens=24, accept="coupled")
     np.testing.assert_array_equal(out.tokens, plain.tokens)
-    assert out.stats.rounds == 5  # of five tokens, as with the target for its own draft
+    assert out.stats.rounds == 5  # of five tokens each, as if the target drafted for itself
 
 
 @pytest.mark.parametrize(

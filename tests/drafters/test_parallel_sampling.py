@@ -1,4 +1,4 @@
-"""PaSS: what the target makes of vectors behind the text, read afresh, is what the next guesses are drawn from."""
+"""PaSS: the next draft tokens are drawn from the target's states at vectors after the text, read afresh."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_behind_every_guess_stand_all_vectors():
 
 
 def test_states_are_those_behind_the_text(prompts):
-    """Of a model whose vocabulary has the vectors: behind every text that a round leaves, but its last token."""
+    """The states match a model whose vocabulary has the vectors, after each round's text without its last token."""
     drafter = heads.vectors(TARGET, 2)
     model, compared = longer_vocabulary(drafter.embeddings), 0
     read = jax.jit(lambda tokens: model.forward(tokens, model.new_cache(*tokens.shape), jnp.zeros(4, jnp.int32))[0])
@@ -43,14 +43,14 @@ def test_states_are_those_behind_the_text(prompts):
 
 @pytest.mark.parametrize("accept", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
 def test_vectors_that_know_the_target_are_always_right(accept):
-    """A target whose law is the same everywhere; and a round is one pass."""
+    """The target's distribution is the same everywhere, and a round takes one pass."""
     target = heads.markov_llama(np.tile(np.random.default_rng(0).normal(size=V), (V, 1)))
     passes, drafter = heads.counted(target), jspec.PassDrafter.of_token(target, 3, 2)
     batch = [[1, 2], [4, 0]], [2, 1], jax.random.split(jax.random.key(0), 2)
     out = jspec.speculative_generate(target, drafter, *batch, max_new_tokens=22, accept=accept)
     jax.effects_barrier()
     assert out.stats.judged.sum() == 28 and (out.stats.acceptance_rate == 1).all()
-    assert out.stats.rounds.tolist() == [8, 8]  # the first one has no guess
+    assert out.stats.rounds.tolist() == [8, 8]  # the first one has no draft
     assert passes == [2] + 8 * [9]
 
 

@@ -1,4 +1,4 @@
-"""Retrieval: the longest matches of a corpus by brute force, the datastore on disk, and the command that makes it."""
+"""Retrieval: the longest corpus matches against brute force, the datastore on disk, and the command that builds it."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ VOCAB, WIDTH, K = 3, 12, 3
 
 
 def followed(corpus, text, max_ngram, min_ngram):
-    """What comes in `corpus` behind each of the longest matches of the end of `text`; by brute force."""
+    """Return what follows in `corpus` after each of the longest matches of the end of `text`, by brute force."""
 
     def common(i):
         pairs = zip(corpus[:i][::-1], text[::-1], strict=False)
@@ -34,7 +34,7 @@ def followed(corpus, text, max_ngram, min_ngram):
 
 
 def law(continuations, drafted):
-    """The frequencies ``[V]`` of what comes behind `drafted` in `continuations`."""
+    """Return the frequencies ``[V]`` of the tokens that follow `drafted` in `continuations`."""
     k = len(drafted)
     nexts = [one[k] for one in continuations if one[:k] == drafted and len(one) > k]
     return np.bincount(nexts, minlength=VOCAB) / max(len(nexts), 1)
@@ -42,7 +42,7 @@ def law(continuations, drafted):
 
 @jax.jit
 def laws(drafter, tokens, lengths, drafted):
-    """The law ``[B, V]`` of every position of the draft ``drafted[B, K]``, given the tokens before it."""
+    """Return the distribution ``[B, V]`` at every position of ``drafted[B, K]``, given the tokens before it."""
     logits, carry = drafter.begin((), SimpleNamespace(tokens=tokens, lengths=lengths), Tree.chain(K))
     found = [logits]
     for k in range(1, K):
@@ -63,7 +63,7 @@ TOKENS = st.integers(0, VOCAB - 1)
     st.booleans(),
 )
 def test_laws_are_those_of_the_longest_matches(corpus, texts, drafted, ngrams, all_of_them):
-    """Every row has its own; where not all matches are looked at, some of the longest are."""
+    """Each row has its own distributions. If not all matches are examined, some of the longest are."""
     num_matches = max(len(corpus), 2) if all_of_them else 2
     drafter = RetrievalDrafter.from_tokens(corpus, VOCAB, *ngrams, num_matches)
     tokens = np.array([[*text, *[0] * (WIDTH - len(text))] for text in texts], np.int32)
@@ -89,7 +89,7 @@ def test_the_order_is_by_the_tokens_before():
 
 
 def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
-    """After 0 1 came 2 in the first half of the corpus and 3 in the second."""
+    """The tokens 0 1 are followed by 2 in the first half of the corpus and by 3 in the second."""
     corpus = [0, 1, 2] * 50 + [0, 1, 3] * 50
     drafter = RetrievalDrafter.from_tokens(corpus, 4, max_ngram=2, min_ngram=2)
     matches = np.asarray(drafter._matches(np.array([1, 0])))
@@ -99,7 +99,7 @@ def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_text_is_that_of_plain_decoding(report, toy, prompts, x64):
-    """Sampled with the target's noise, and greedy. Half of the corpus is what the target itself writes."""
+    """This holds for sampling with the target's noise and for greedy decoding; half of the corpus is target output."""
     target, batch = toy(0), prompts([9, 1, 5, 3])
     options = {"max_new_tokens": 48, "sampling": jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.0, 0.7]))}
     with jax.enable_x64(x64):
@@ -119,7 +119,7 @@ def test_a_datastore_comes_back_and_is_replaced_whole(tmp_path):
     drafter = RetrievalDrafter.from_tokens(np.random.default_rng(0).integers(50, size=400), 50, 5, 3, 4)
     drafter.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    jax.tree.map(np.testing.assert_array_equal, RetrievalDrafter.load(path), drafter)  # compares the sizes, too
+    jax.tree.map(np.testing.assert_array_equal, RetrievalDrafter.load(path), drafter)  # also compares the sizes
     with pytest.raises(FileNotFoundError, match=r"is not a directory; create it"):
         drafter.save(tmp_path / "no" / "store.safetensors")
     with pytest.raises(FileNotFoundError, match=r"is not a file; build a datastore with `jspec index`"):
@@ -179,7 +179,7 @@ def test_impossible_sizes_are_refused(arguments, message):
 
 
 def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
-    """The corpus is what the target writes, so most of the draft is accepted; the vocabulary is the model's."""
+    """The corpus is the target's output, so most of the draft is accepted. The vocabulary is the model's."""
     target, store = text_pair.write(tmp_path / "target"), tmp_path / "store.safetensors"
     common = "the thing", "--target", target, "--temperature", 0, "--max-new-tokens", 40, "--json"
     plain = json.loads(run("generate", *common, "--plain")[1])
@@ -194,7 +194,7 @@ def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
     assert drafted["tokens"] == plain["tokens"] and drafted["stats"]["rounds"] < 30
     assert run("generate", "x", "--draft", store, "--max-new-tokens", 2)[2].count("vocabulary has 261 tokens") == 1
     monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: pytest.fail(str(arguments[5]["num_draft_tokens"])))
-    # A round without a guess costs a plain step.
+    # A round without a draft costs a plain step.
     with pytest.raises(pytest.fail.Exception, match=r"UpTo\(max_draft_tokens=3\)"):
         run("generate", *common, "--draft", store, "--num-draft-tokens", 3)
 

@@ -1,4 +1,4 @@
-"""Drafts that are trees, through the shipped program: the law of texts, coupled texts, caches, counts, refusals."""
+"""Tree drafts through the shipped program: distribution, coupled output, caches, counts, and rejected input."""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from support.matrix import check_texts, pair, ragged, text_p_values
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
-# Those that say token by token what law follows, so that they can branch.
+# Drafters that give the next token's distribution one token at a time, so that they can branch.
 BRANCHING = ("model", "unigram", "bigram", "retrieval", "early exit", "mixture")
-# With a cache of its own, and with something for every branch; the others are as simple, or both.
+# One has its own cache, and one has data for every branch. The others are as simple, or have both.
 FEW = ("model", "retrieval")
 MOST = by_default(BRANCHING, FEW)
 TREES = {"3-2": Tree.branching((3, 2)), "2-2-1": Tree.branching((2, 2, 1)), "depth first": Tree((0, 1, 2, 1, 0, 5, 5))}
@@ -32,7 +32,7 @@ def check_law(report, name, tree, rule, draws, replacement=False, batches=None):
     check_texts(report, found, draws, len(BRANCHING) * len(TREES) * len(RULES))
 
 
-# Replacement and the rule; coupled texts are those of plain decoding, which other tests show.
+# Replacement and the rule. Other tests show that coupled output equals plain decoding.
 RULES = ((False, "rejection"), (True, "rejection"), (False, "traversal"), (True, "traversal"), (True, "k-seq"))
 
 
@@ -59,7 +59,7 @@ def test_three_tokens_have_the_target_joint_law_at_length(report, name, tree, re
 
 
 def check_coupled(report, toy, prompts, name, trees, requests):
-    """Under "coupled" texts are those of `generate`; and in every tree they need no more rounds than in its trunk."""
+    """Check that "coupled" output equals `generate`'s, and that every tree needs fewer rounds than plain decoding."""
     batch = prompts([1 + i % 9 for i in range(requests)])
     options = {"max_new_tokens": 64} | drafters.every_parameter(requests, 61)
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
@@ -124,7 +124,7 @@ def test_dynamic_trees_decode_as_plain_decoding_at_length(report, toy, prompts, 
 
 @pytest.mark.slow
 def test_a_search_of_width_one_is_a_chain(toy, prompts):
-    """Greedily: the draft's likeliest token, and behind it the likeliest again."""
+    """Under greedy decoding, both draft the most likely token, and after it the most likely token again."""
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 5, 2])
     greedy = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0), "accept": "coupled"}
     tree = drafters.generate(target, DynamicTreeDrafter(draft, num_nodes=3, max_depth=3, width=1), batch, **greedy)
@@ -164,7 +164,7 @@ AS_CHAINS_SLOW = [(name, rule) for name in BRANCHING for rule in ("rejection", "
 
 @pytest.mark.parametrize(("name", "accept"), [*by_default(AS_CHAINS, AS_CHAINS[:1]), *by_default(AS_CHAINS_SLOW, ())])
 def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept):
-    """The same tokens, origins and counts: one way of drafting and judging, not two."""
+    """Tokens, origins and counts are equal: there is one way of drafting and verifying, not two."""
     batch = prompts([4, 1, 7])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     drafter = drafters.make(name, target, draft)
@@ -176,7 +176,7 @@ def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept)
 
 
 def test_the_target_as_its_own_draft_is_accepted_to_the_leaves(toy, prompts):
-    """Greedily, so the first child is the target's token: every round brings the whole depth and one more."""
+    """Under greedy decoding, the first child is the target's token: a round yields the whole depth plus one token."""
     target, batch = toy(0), prompts([3, 5])
     drafter, greedy = TreeDrafter(target, Tree.branching((2, 1, 2))), jspec.SamplingParams(temperature=0)
     out = drafters.generate(target, drafter, batch, max_new_tokens=8, sampling=greedy)
@@ -189,7 +189,7 @@ def test_the_target_as_its_own_draft_is_accepted_to_the_leaves(toy, prompts):
 
 
 def test_greedy_children_are_the_likeliest_tokens(toy, prompts):
-    """With as many children as tokens some child is always right."""
+    """If there are as many children as tokens, some child is always right."""
     target, draft, batch = toys.tiny_llama(0), toys.tiny_llama(1, 1), prompts([3, 5], vocab_size=8)
     greedy = jspec.SamplingParams(temperature=0)
     out = drafters.generate(target, TreeDrafter(draft, Tree.branching((8,))), batch, max_new_tokens=16, sampling=greedy)
@@ -200,7 +200,7 @@ def test_greedy_children_are_the_likeliest_tokens(toy, prompts):
 
 
 def test_limits_end_of_text_and_what_is_counted(toy, prompts):
-    """A limit below the depth: what lies deeper was not offered."""
+    """If the limit is below the depth, deeper nodes do not count as drafted."""
     target, batch = toy(0), prompts([3, 5])
     options = {"sampling": jspec.SamplingParams(temperature=0, max_tokens=[1, 2])}
     out = drafters.generate(target, TreeDrafter(target, Tree.branching((2, 1, 2))), batch, max_new_tokens=8, **options)
@@ -252,7 +252,7 @@ def test_it_decodes_with_64_bit_types_enabled(toy, prompts):
     "accept", ["coupled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "traversal", "k-seq"))]
 )
 def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts, accept):
-    """Whoever reads token 7 gets no law: such a row stops there and says so."""
+    """A row that reads token 7 gets no distribution. It stops there and is marked `invalid`."""
     model = jax.tree.map(lambda leaf: leaf, MODEL)
     model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))
     batch = prompts([3] * 16, vocab_size=7)

@@ -1,4 +1,4 @@
-"""What is refused of trees and of drafters that draft them, and drafts of one's own."""
+"""Rejected trees, rejected tree drafters, and the drafts of custom drafters."""
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def test_a_target_that_is_none_is_named(prompts):
 
 @pytree
 class Trie(jspec.drafters.Stateless):
-    """A drafter of one's own with a field that happens to be called `tree`."""
+    """A custom drafter with a field that happens to be called `tree`."""
 
     tree: jax.Array
     vocab_size = max_positions = None

@@ -1,4 +1,4 @@
-"""Constrained texts: their law by enumeration, the same text however it is drafted, and constraints that fail."""
+"""Constrained requests: their enumerated distribution, outputs independent of drafting, and failing constraints."""
 
 import functools
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
-    """Nothing is compiled in the background, either."""
+    """Disable background compilation."""
     monkeypatch.setattr(Runner, "deferred_compiles", lambda _: [])
 
 
 def law(prompt, settings):
-    """``float64[512]``, of three tokens that `NoMultiples` allows."""
+    """Return the joint distribution, ``float64[512]``, of three tokens that `NoMultiples` allows."""
 
     def next_law(text):
         logits = np.asarray(plain(models()[0], np.array([[*prompt, *text]])))[0, -1]
@@ -41,7 +41,7 @@ def drafter_of(kind):
 
 
 def check_law(report, kind, count):
-    """With a key and without, beside texts that nothing constrains."""
+    """Check requests with and without a key, decoded alongside unconstrained requests."""
     settings = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
     kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
     keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
@@ -81,7 +81,7 @@ def test_texts_have_the_law_of_the_constrained_model_at_length(report, kind):
 
 
 def test_a_text_does_not_depend_on_how_it_was_drafted():
-    """Nor on neighbours; and it goes on behind a failure where it was."""
+    """The output does not depend on the drafter, on neighbouring slots, or on a failed device call."""
     found = []
     for draft, slots in ((None, 1), (drafter_of("chain"), 3), (drafter_of("tree"), 2)):
         with Engine(models()[0], draft, slots=slots, **OPTIONS) as engine:
@@ -109,10 +109,10 @@ def test_a_constraint_that_fails_ends_its_request_alone():
 
 
 def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
-    """Until the text comes there, so that it ends at the same token however far it is drafted."""
+    """A constraint that fails on draft tokens ends the request only if the output itself reaches that point."""
 
     class Breaks(NoMultiples):
-        """Breaks for good behind three times the same token, as a parser does that is asked too much."""
+        """A constraint that breaks for good after the same token three times, like a parser that exceeds its limits."""
 
         broken = False
 
@@ -129,7 +129,7 @@ def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
 
     found, tried = [], jspec.SamplingParams(temperature=3.0)
     keys = jax.random.split(jax.random.key(3), 12)
-    for count in (1, 2):  # without a draft and with one
+    for count in (1, 2):  # without a drafter and with one
         with Engine(*models()[:count], slots=3, **OPTIONS) as engine:
             found.append(engine.generate([Request((1, 2), 24, tried, key, constraint=Breaks) for key in keys]))
     whole = [[one.finish_reason for one in results] for results in found]
@@ -158,7 +158,7 @@ def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
 
 
 def test_drafted_ids_that_are_vectors_are_not_asked_for():
-    """Drafters with embeddings have the target read ids beyond its vocabulary."""
+    """Drafters with embeddings feed the target ids beyond its vocabulary; constraints are never asked about these."""
     table = np.ones(VOCAB, bool)
 
     class Table(NoMultiples):
@@ -172,7 +172,7 @@ def test_drafted_ids_that_are_vectors_are_not_asked_for():
 
 
 def test_what_leaves_no_token_is_said():
-    bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # and no 0 may follow a 0
+    bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # the constraint forbids a 0 after a 0
     with Engine(*models(), slots=1, **OPTIONS) as engine:
         result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]
     assert result.tokens == [0] and "No token may follow" in result.error

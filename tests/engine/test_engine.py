@@ -1,4 +1,4 @@
-"""The engine: texts of seeded requests are those of the request alone, and nobody gets another's."""
+"""The engine: a seeded request gives the same output as on its own, and no request receives another's tokens."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ from support.engines import LONGEST, NEW, OPTIONS, alone, check_texts, made
 from support.law import VOCAB, plain
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-COMPILE = Runner.compile  # which no test calls unless it says so
+COMPILE = Runner.compile  # tests call this only explicitly
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def engine(models):
-    """One for all tests that disturb nobody; what it did is kept."""
+    """Yield one journaling engine for all tests that leave its state usable by others."""
     with Engine(*models, **OPTIONS, journal=True) as engine:
         yield engine
 
@@ -54,7 +54,7 @@ def test_a_prefix_that_a_slot_holds_is_not_read_again(engine, models):
 
 
 def test_requests_come_and_go_while_others_write(engine, models):
-    """From several threads; some are cancelled on their way."""
+    """Submit requests from several threads and cancel some of them midway."""
     requests, found = made(24, seed=2), {}
 
     def ask(number):
@@ -83,7 +83,7 @@ def test_requests_come_and_go_while_others_write(engine, models):
 
 
 def test_a_journal_is_the_run(engine, models):
-    """Another runner that is told the same does the same, bit for bit."""
+    """Replaying a journal on another runner reproduces the run bit for bit."""
     engine.generate([*made(8, seed=12), *made(4, seed=13, seeded=False)])
     commands = list(engine.device.commands)
     one, other = (
@@ -93,7 +93,7 @@ def test_a_journal_is_the_run(engine, models):
     first, second = one.replay(commands), other.replay(commands)
     slots, tokens = range(OPTIONS["slots"]), 0
     calls = [of for name, of in commands if name == "decode_rounds"]
-    assert {any(of[4]) for of in calls} == {True, False}  # it stops for a slot while somebody waits
+    assert {any(of[4]) for of in calls} == {True, False}  # a call stops for a finished slot while a request waits
     tops = [engine.device.sizes.top_logprobs if of[3] else 0 for of in calls]
     for a, b, num_top in zip(first, second, tops, strict=True):
         outputs = unpack(a, slots, num_top, slots)
@@ -113,7 +113,7 @@ def test_nothing_is_compiled_for_requests_of_another_kind(models, compilations):
 
 
 def test_a_failure_is_survived(models, monkeypatch):
-    """Seeded requests go on as if nothing had been; others are told."""
+    """After a failed call, seeded requests continue unchanged; the others end with an error."""
     requests = made(6, seed=6)
     requests[2] = dataclasses.replace(requests[2], key=None)
     with Engine(*models, **OPTIONS) as engine:
@@ -161,7 +161,7 @@ def test_a_lossy_rule_gives_its_receipt(models):
 
 
 def check_likeliest(logits, tokens, logprobs, tops, count):
-    """What was told of `tokens`, drawn behind ``logits[N, V]``."""
+    """Check the log-probabilities reported for `tokens`, which were sampled from ``logits[N, V]``."""
     raw = np.asarray(jax.nn.log_softmax(logits))
     np.testing.assert_allclose(logprobs, raw[np.arange(len(tokens)), tokens], atol=1e-5)
     assert [len(one) for one in tops] == [count] * len(tokens)
@@ -170,11 +170,11 @@ def check_likeliest(logits, tokens, logprobs, tops, count):
         np.testing.assert_allclose(values, -np.sort(-raw, axis=1)[:, :count], atol=1e-5)
         np.testing.assert_allclose(values, np.take_along_axis(raw, ids.astype(int), axis=1), atol=1e-5)
         for token, logprob, one in zip(tokens, logprobs, tops, strict=True):
-            assert dict(one).get(token, logprob) == logprob  # to the last bit, by which clients see what is greedy
+            assert dict(one).get(token, logprob) == logprob  # bitwise: clients recognise greedy tokens by it
 
 
 def test_log_probabilities_of_the_likeliest_and_of_the_prompt(engine, models):
-    """Raw, whatever is sampled how beside whom, read from a prefix that is held or not."""
+    """Log-probabilities are raw for any sampling parameters and neighbours, whether or not the prefix is cached."""
     first = made(10, seed=20)
     counts = [i % 4 * 2 for i in range(10)]
     requests = [

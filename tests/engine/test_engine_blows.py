@@ -1,4 +1,4 @@
-"""An engine under what should not happen: whoever is not concerned does not notice, and nobody waits for ever."""
+"""An engine under unexpected failures: unaffected requests do not notice, and no request waits forever."""
 
 import asyncio
 import dataclasses
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 class Panic(BaseException):
-    """What extension modules raise where they have failed."""
+    """The kind of exception that extension modules raise when they fail."""
 
 
 class Anything:
-    """A constraint that forbids one token, and may be slow, or fail."""
+    """A constraint that forbids one token and can be made slow or failing."""
 
     def __init__(self, error=None, seconds=0.0):
         self._error, self._seconds = error, seconds
@@ -63,7 +63,7 @@ def models():
     ],
 )
 def test_an_engine_without_a_thread_drafts(models, drafter):
-    """Also where it has to learn first what that costs, call by call."""
+    """An engine without a thread drafts even if it must first measure the cost of rounds, call by call."""
     engine = Engine(models[0], drafter(models[0]), slots=1, max_length=200)
     (*_, result) = engine.stream_sync(Request((1, 2), 190, key=jax.random.key(0)))
     assert sum(result.drafted) and len(result.tokens) == 190
@@ -75,7 +75,7 @@ def test_an_engine_without_a_thread_drafts(models, drafter):
 
 @pytest.mark.parametrize("error", [KeyError("planted"), asyncio.CancelledError(), Panic("planted")])
 def test_what_ends_a_thread_ends_one_request(models, error):
-    """Raised by who listens, by who makes a constraint, and by a constraint."""
+    """An error raised by a listener, a constraint factory or a constraint ends only that request."""
 
     def fails(*_):
         raise error
@@ -107,7 +107,7 @@ def test_a_failed_turn_does_not_end_the_thread(models, monkeypatch):
 
 
 def test_a_cancellation_is_not_taken_back(models):
-    """By who closes the engine once more, as its `with` does."""
+    """Closing the engine a second time, as its `with` block does, does not undo a cancellation."""
     with Engine(*models, **OPTIONS) as engine:
         active_requests = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
         engine._closing = engine._loop.cancel_all = True
@@ -131,7 +131,7 @@ def test_who_is_interrupted_leaves_nothing_running(models, monkeypatch):
 
 
 def test_a_failure_between_two_rows_spoils_no_choice(monkeypatch):
-    """What was drafted and what was accepted stay in step, else no length could be chosen ever again."""
+    """Draft lengths and accepted counts stay in step; otherwise no draft length could be chosen again."""
     loop, deliver, fails = Loop(FakeRunner(), 8, 1.0), Loop._deliver, [1]
 
     def failing(self, slot, active, output, *rest):
@@ -150,7 +150,7 @@ def test_a_failure_between_two_rows_spoils_no_choice(monkeypatch):
 
 
 def test_a_journal_with_constraints_is_the_run(models):
-    """Replayed without waiting: a constraint that is released has been asked before."""
+    """A replay need not wait: every constraint has been asked for its mask before it is released."""
     with Engine(*models, **OPTIONS, journal=True) as engine:
         slow = [dataclasses.replace(one, constraint=lambda: Anything(seconds=0.003)) for one in made(5, seed=2)]
         engine.generate([*slow, *made(3, seed=3)])
@@ -178,7 +178,7 @@ def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
     ],
 )
 def test_what_two_drafters_lack_is_read_before_they_draft(models, drafter):
-    """Behind rounds without drafts; else what nobody has read would be missing for good."""
+    """Tokens decoded without drafts are read before drafting; tokens skipped here would stay missing for good."""
     target, sizes = models[0], Sizes(1, 64, 1, (8,), (0, 8), 4)
     runner = Runner(target, drafter(target), RULES["rejection"], sizes)
     prompt, stop = tuple(np.random.default_rng(0).integers(VOCAB, size=7).tolist()), np.zeros(1, bool)

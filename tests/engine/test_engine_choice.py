@@ -1,4 +1,4 @@
-"""How far an engine drafts: what is chosen, against the best single length, with made-up costs and drafts."""
+"""The engine's choice of draft length, compared with the best fixed length under made-up costs and acceptance rates."""
 
 import itertools
 import types
@@ -16,13 +16,13 @@ LENGTHS = (0, 1, 2, 4, 8)
 
 
 class Requests:
-    """Rows whose drafts are accepted by chance, at rates of their own; a call is one round.
+    """Rows whose drafts are accepted at random, each at its own rate; a call is one round.
 
-    Of every row some rounds are easy, in which all is accepted: a share of them, beside its rate in the others.
+    In a share `easy` of each row's rounds everything is accepted; in the others tokens are accepted at the row's rate.
     """
 
-    disturbed, by = 0.03, 4  # so many calls take so much longer, whatever they do
-    busy, more = 400, 1.6  # every so many calls the machine gets something else to do, or is done with it
+    disturbed, by = 0.03, 4  # this share of calls takes this many times as long, at any draft length
+    busy, more = 400, 1.6  # after every `busy` calls the machine becomes busy (`more` times slower) or idle
 
     def __init__(self, rates, costs, noise=0.05, seed=0, easy=0.0, biased=1.0):
         self.rates, self.true, self.noise, self.easy = rates, costs, noise, easy
@@ -30,11 +30,11 @@ class Requests:
         self.round_budget, self.now, self.calls = RoundBudget(max_rounds=1, seconds=1.0), 0.0, 0
         with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: 0.0):
             self.round_budget.record_call(None, 1, False, True)
-        for k in LENGTHS * 3:  # as `warm_up` does
+        for k in LENGTHS * 3:  # like `warm_up`
             self.round_budget.record(k, costs[k] * np.exp(noise * self.rng.normal()) * (1 if k else biased))
 
     def play(self, policy, calls):
-        """Tokens of so many calls, and the seconds that they would have taken on a machine with nothing else to do."""
+        """Return the tokens decoded in `calls` calls, and the seconds they would have taken on an idle machine."""
         tokens, seconds = 0, 0.0
         for _ in range(calls):
             self.calls += 1
@@ -59,7 +59,7 @@ class Requests:
         return next((i for i in range(k) if self.rng.random() > rate), k)
 
     def best(self):
-        """Tokens a second of each length, if it is always played."""
+        """Return the tokens per second of each length when it is always used."""
         slower = 1 + self.disturbed * (self.by - 1)
         tokens = {
             k: sum(self.easy * (k + 1) + (1 - self.easy) * (1 - rate ** (k + 1)) / (1 - rate) for rate in self.rates)
@@ -69,7 +69,7 @@ class Requests:
 
 
 def linear(draft, verify):
-    """Costs of rounds: a draft token costs so much of a target's pass, and so does a verified one more."""
+    """Return round costs in units of a target pass: each draft token costs `draft` to draft and `verify` to verify."""
     return {k: 1 + (draft + verify) * k for k in LENGTHS}
 
 
@@ -89,7 +89,7 @@ def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, easy, costs):
 
 
 def test_it_follows_what_drafts_are_worth():
-    """Other texts, other drafts: it stops drafting, and begins again."""
+    """When acceptance changes with the text, drafting stops and starts again."""
     requests, policy, shares = Requests([0.9] * 4, linear(0.2, 0.1)), LengthPolicy(LENGTHS[-1]), []
     for rate in (0.9, 0.05, 0.9, 0.4):
         requests.rates = [rate] * 4
@@ -112,7 +112,7 @@ def test_each_is_tried_once_and_then_seldom():
 
 
 def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
-    """Texts were read before the first calls, as when an engine starts under load."""
+    """A call measured after prompts were read, as when an engine starts under load, is measured again."""
     clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     round_budget = RoundBudget(max_rounds=16, seconds=4.0)
@@ -124,9 +124,9 @@ def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
 
 
 def test_drafts_that_seldom_come_and_then_are_good():
-    """A drafter that guesses in a fourth of all rounds brings a fourth of what its guesses bring."""
+    """A drafter that drafts in a quarter of all rounds gains a quarter of what its drafts gain."""
     rounds = [2, 0, 0, 0] * 8
-    for cost, expected in ((1.4, 2), (1.6, 0)):  # of a draft of two tokens, which bring half a token a round
+    for cost, expected in ((1.4, 2), (1.6, 0)):  # the cost of drafting two tokens, which gain half a token per round
         policy = LengthPolicy(2)
         for _ in range(200):
             policy.record(rounds, 2)
@@ -134,7 +134,7 @@ def test_drafts_that_seldom_come_and_then_are_good():
 
 
 def test_a_warm_up_that_was_wrong_is_made_good():
-    """It said that plain rounds cost twice as much as they do, and drafting is worth less than those."""
+    """Recover from a warm-up that reported twice the true cost of plain rounds when plain rounds beat drafting."""
     requests, policy = Requests([0.3] * 4, linear(0.17, 0.3), biased=2.0), LengthPolicy(LENGTHS[-1])
     requests.play(policy, 1_500)
     tokens, seconds = requests.play(policy, 1_500)
@@ -151,7 +151,10 @@ def test_a_first_call_counts_only_until_another_has_ended():
 
 
 def test_a_warm_up_measures_of_each_kind_what_it_costs(monkeypatch):
-    """By a clock that calls advance, each kind by as much as no other; no text comes to its end."""
+    """The warm-up measures each kind's cost, here on a clock that advances by a different amount for each kind.
+
+    No request reaches its end.
+    """
     sizes = Sizes(8, 256, 1, (8,), LENGTHS, 16, small_batch_sizes=(1, 4))
     clock, round_budget, tokens = [0.0], RoundBudget(16, 1.0), []
     kinds = sizes.kinds(Variant.TEMPERATURE_ONLY, Variant.FULL)
@@ -173,7 +176,7 @@ def test_a_warm_up_measures_of_each_kind_what_it_costs(monkeypatch):
         found = dict(warmup._round_costs(runner, round_budget, kinds))
         assert found == costs and sum(tokens) <= sizes.length - 2
         for kind in kinds:
-            round_budget.record(kind, 0.01)  # for as many rounds as a call may have
+            round_budget.record(kind, 0.01)  # so cheap that a call may have the maximum number of rounds
 
 
 def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
@@ -195,7 +198,7 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     round_budget.exclude_time(98.0)
     round_budget.record_call("kind", 1, True, True)
     assert round_budget.costs == {"kind": 1.0} and len(round_budget._measurements["kind"]) == 1
-    round_budget.exclude_time(0.2)  # a glance, while the device goes on
+    round_budget.exclude_time(0.2)  # a brief pause while the device keeps working
     round_budget.record_call("kind", 1, True, True)
     assert len(round_budget._measurements["kind"]) == 2 and round_budget.costs == {"kind": 1.0}
 
@@ -214,5 +217,5 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
     ],
 )
 def test_no_more_slots_are_decoded_than_programs_for_them_allow(num_slots, variant, count, decoded):
-    """Of half of the slots there are none for constrained requests."""
+    """Constrained requests have no programs for half of the slots."""
     assert Sizes(8, 64, 1, (8,), (0, 4), 2, small_batch_sizes=(1, 4)).shape(num_slots, variant) == (count, decoded)

@@ -1,4 +1,4 @@
-"""Texts of an engine's programs, called by hand, are those of `jspec.generate` alone."""
+"""An engine's programs, called by hand, give the same outputs as `jspec.generate` on each request alone."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ def models():
 
 @pytest.fixture(scope="module")
 def requests(models):
-    """Prompts, keys, and what `jspec.generate` alone makes of each."""
+    """Return prompts, keys, and the output of `jspec.generate` for each prompt alone."""
     target, rng = models[0], np.random.default_rng(0)
     prompts = [rng.integers(target.config.vocab_size, size=n).tolist() for n in LENGTHS]
     keys = jax.random.split(jax.random.key(7), len(prompts))
@@ -45,7 +45,7 @@ def requests(models):
 
 
 def row(prompt, key, vocab_size, coupled=True, **fields):
-    """`RequestParams` of one request, temperature 1."""
+    """Return the `RequestParams` of one request at temperature 1."""
     transforms = neutral_transforms(1, vocab_size)
     numbers = (np.array(number, np.int32) for number in ([len(prompt)], [NEW], [[-1]]))
     zeros = (np.zeros(1, np.int32) for _ in range(3))
@@ -54,7 +54,7 @@ def row(prompt, key, vocab_size, coupled=True, **fields):
 
 
 class Host:
-    """A host that admits, reads and plays as it comes, with another draft length every call."""
+    """A host that admits, prefills and decodes in arbitrary order, with another draft length in every call."""
 
     def __init__(self, runner, prompts, keys, vocab_size):
         self.runner, self.prompts, self.keys, self.vocab_size = runner, prompts, keys, vocab_size
@@ -94,7 +94,7 @@ class Host:
         variant = Variant.TEMPERATURE_ONLY if call % 5 < 3 else Variant(1 + call % 2)
         stop, stop_when_done = np.zeros(SLOTS, bool), np.full(SLOTS, call % 3 == 1)
         rows, k = None, lengths[call % len(lengths)]
-        if call % 4 == 2:  # as if the others were not there, whether they move or not
+        if call % 4 == 2:  # decode two slots as if the others were absent, whether they are moving or not
             rows, k, variant = [(call // 4 + i) % SLOTS for i in range(2)], lengths[-1], Variant.FULL
         packed = self.runner.decode_rounds(k, 1 + call % 2, stop, variant, stop_when_done, rows)
         num_top = self.runner.sizes.top_logprobs if variant else 0
@@ -113,17 +113,18 @@ class Host:
 
 
 def runner(models, name, **changes):
-    """Of that drafter, with a rule for its chains or trees."""
+    """Return a runner with the drafter called `name` and an acceptance rule for its chains or trees."""
     drafter, rule = drafters.make(name, *models), "traversal" if name in drafters.TREE_NAMES else "rejection"
     tree = own_tree(drafter)
     sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, 2, 4) if tree is None else (0, tree.max_depth), 2, TOP)
     return Runner(models[0], drafter, RULES[rule], dataclasses.replace(sizes, **changes))
 
 
-# By default of each kind one: those that read by themselves, from states of the target, nothing, and several in a tree.
+# By default one of each kind: drafters that prefill by themselves, from the target's hidden states, or not at all;
+# combined drafters; and trees.
 @pytest.mark.parametrize("name", by_default(NAMES, ("model", "ngram", "eagle", "fallback", "several")))
 def test_a_text_is_that_of_the_request_alone(models, requests, name):
-    """Whatever is drafted, how far, by whom, in which slot, and when its draft has read what."""
+    """The output is the same for any drafter, draft length and slot, and for any order of prefilling the drafter."""
     prompts, keys, alone = requests
     host = Host(runner(models, name), prompts, keys, models[0].config.vocab_size)
     host.run()
@@ -134,7 +135,7 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
 
 @pytest.mark.parametrize("name", by_default(NAMES, ("model", "eagle", "lookahead")))
 def test_a_text_that_begins_as_another_does(models, requests, name):
-    """What a slot has read, and its drafter, are copied while it writes: nobody's text is another one for that."""
+    """Copying a prefix and its drafter state from a slot that is still decoding changes neither output."""
     prompts, keys, alone = requests
     prompt, shared = prompts[2], len(prompts[2]) - 7
     asked = row(prompt, keys[2], models[0].config.vocab_size)
@@ -150,7 +151,7 @@ def test_a_text_that_begins_as_another_does(models, requests, name):
             one.catch_up_drafter(slot, len(prompt))
 
     texts = {}
-    for source in (None, 2):  # read by itself, and copied from the other after three rounds
+    for source in (None, 2):  # prefilled normally, then copied from slot 2 after three rounds
         one.reset()
         assign_slot(2, 0, None)
         written = {1: [], 2: []}
@@ -165,7 +166,7 @@ def test_a_text_that_begins_as_another_does(models, requests, name):
 
 
 def tree_drafters(target, draft):
-    """Trees that are drawn from a drafter of chains, and one that grows."""
+    """Yield trees drawn from chain drafters, and one dynamic tree."""
     tree = jspec.Tree.branching((2, 2))
     eagle = drafters.make("eagle", target, draft)
     yield "rejection", jspec.TreeDrafter(jspec.ModelDrafter(draft), tree)
@@ -186,7 +187,7 @@ def test_trees_of_drafters(models, requests, which):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A drafter from elsewhere, that can only read a prompt as a whole."""
+    """A third-party drafter that can only read a prompt as a whole."""
 
     model: jspec.ModelDrafter
     vocab_size = max_positions = None
@@ -209,14 +210,14 @@ def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
     host = Host(one, prompts, keys, models[0].config.vocab_size)
     host.run()
     assert host.texts == [out.tokens[0].tolist() for out in alone]
-    assert host.accepted > 0.9 * host.judged  # it is the target itself
-    for slot, i in enumerate(host.last):  # nothing of whom it had before
+    assert host.accepted > 0.9 * host.judged  # the drafter is the target itself
+    for slot, i in enumerate(host.last):  # no trace of the slot's earlier requests
         assert int(one._slots.state.drafter[1][slot]) == sum(prompts[i])
 
 
 @pytest.mark.parametrize("name", by_default(NAMES, ("medusa", "lookahead")))
 def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, requests, name):
-    """Under rejection a guess that knew of such a round would be judged by the noise that has made it."""
+    """Rounds decoded during a prefill leave no trace; under rejection, their noise would also verify the draft."""
     prompts, keys, _ = requests
     vocab_size = models[0].config.vocab_size
     one = runner(models, name, slots=2)
@@ -224,7 +225,7 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
     for i, between in itertools.product(range(len(prompts)), (0, 1, 2)):
         one.reset()
         one.assign_slot(1, row(prompts[3], keys[3], vocab_size), len(prompts[3]))
-        assert one.prefill(1, prompts[3], 0).end == 16  # it writes
+        assert one.prefill(1, prompts[3], 0).end == 16  # slot 1 is decoding
         text, read = [], 0
         one.assign_slot(0, row(prompts[i], keys[i], vocab_size, coupled=False), len(prompts[i]))
         while True:
@@ -245,14 +246,14 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
 def test_a_text_is_read_by_the_pieces_that_cost_least(models):
     runner = Runner(models[0], None, RULES["rejection"], Sizes(SLOTS, 64, 1, (4, 16), (0,), 2))
     unread = (1, 2, 5, 6, 9, 10, 13, 14, 17, 18, 100)
-    # As few as there may be, where all cost alike.
+    # With equal costs, use as few pieces as possible.
     assert [runner.piece_size(n) for n in unread] == [4, 4, 4, *[16] * 8]
     runner.costs = {4: 1.0, 16: 2.5}
     assert [runner.piece_size(n) for n in unread] == [4, 4, 4, 4, 4, *[16] * 6]
     runner.costs = {4: 1.0, 16: 9.0}
     assert {runner.piece_size(n) for n in unread} == {4}
     runner.costs = {4: 1.0, 16: 0.95}
-    assert runner.piece_size(5) == 4 and runner.piece_size(6) == 16  # measured, so no better unless clearly
+    assert runner.piece_size(5) == 4 and runner.piece_size(6) == 16  # measured costs must clearly favour a larger piece
     runner.costs = {4: 1.0, 16: 0.5}
     assert {runner.piece_size(n) for n in unread} == {16} and runner.piece_size(100, scored=True) == 4
 
@@ -265,7 +266,7 @@ def test_a_warm_up_measures_what_pieces_cost(models):
 
 
 def test_a_warm_up_measures_what_rounds_cost(models):
-    """Of every kind of call; not of a program's first one, where what it takes to get going counts."""
+    """Measure every kind of call, but not a program's first call, which includes start-up time."""
     one, round_budget, played = runner(models, "model", length=64, small_batch_sizes=(1, 2)), RoundBudget(2, 1.0), []
     decode_rounds = one.decode_rounds
 
@@ -283,7 +284,7 @@ def test_a_warm_up_measures_what_rounds_cost(models):
 
 
 def test_a_call_that_others_wait_for_ends_when_a_row_does(models, requests):
-    """And the next one, which was called for before anybody knew, after a round; not where nobody waits."""
+    """The next call, launched before the end was known, stops after one round; neither stops if no request waits."""
     prompts, keys, alone = requests
     vocab_size, found = models[0].config.vocab_size, {}
     one = runner(models, "model", slots=2, rounds=8)
@@ -321,8 +322,8 @@ def test_a_call_that_others_wait_for_ends_when_a_row_does(models, requests):
     ids=str,
 )
 def test_no_program_copies_a_cache(models, as_shipped, key, report):
-    """Slots are donated, and what they hold stays where it is."""
-    one = runner(models, "model", length=400)  # attention chooses how much it reads
+    """Slots are donated, and their contents stay in place."""
+    one = runner(models, "model", length=400)  # long enough that attention chooses how much of the cache to read
     program = one._lowered(key).compile(as_shipped).as_text()
     of_cache, copies = copies_of_a_cache(program, models[0].config, SLOTS * one.positions)
     report(cache_sized=of_cache, copies=len(copies), positions=one.positions)

@@ -1,4 +1,4 @@
-"""Calls of an engine that fail: who goes on, who is given up, and that it takes nobody along."""
+"""Failing engine calls: which requests continue, which are given up, and that a failing request fails alone."""
 
 import itertools
 import random
@@ -11,7 +11,7 @@ from support.fake_runner import KEY, FakeRunner, make_active
 
 
 def run_all(loop, runner, active_requests, failing, call="decode_rounds"):
-    """Until all have ended, with that in the place of a call of the device."""
+    """Run until all requests have ended, with the device's method `call` replaced by `failing`."""
     setattr(runner, call, failing)
     for active in active_requests:
         loop.submit(active)
@@ -20,10 +20,10 @@ def run_all(loop, runner, active_requests, failing, call="decode_rounds"):
 
 
 def test_a_request_that_always_fails_is_given_up():
-    """Though others are answered meanwhile: a call that was not handed on counts as one that failed."""
+    """A request is given up although others progress: a call whose output is not delivered counts as failed."""
     loop = Loop(FakeRunner(), 8, 1.0)
     bad, good = (make_active(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2))
-    bad.result.drafted = None  # nothing can be added to it
+    bad.result.drafted = None  # no output can be appended to it
     loop.submit(bad)
     loop.submit(good)
     for _ in range(60):
@@ -36,7 +36,7 @@ def test_a_request_that_always_fails_is_given_up():
     "bad", [{0}, {1}, {5}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}, {0, 1, 2, 3}, {1, 2, 3, 4, 5}]
 )
 def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
-    """Wherever it stands, and where it goes well at first: neither those beside it nor those that come later."""
+    """A failing request fails alone, in any slot and at any stage: neighbours and later requests finish."""
     runner = FakeRunner()
     loop, decode_rounds = Loop(runner, 8, 1.0), runner.decode_rounds
     lengths = [(40, 20) if i == 4 else (2, 50) for i in range(6)]
@@ -57,7 +57,7 @@ def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
 
 @pytest.mark.parametrize("call", ["assign_slot", "prefill", "decode_rounds"])
 def test_of_requests_that_fail_none_takes_another_along(call, report):
-    """Made-up ones, wherever the device fails because of some of them."""
+    """Random requests finish wherever the device fails because of some others."""
     lost, others = 0, 0
     for seed in range(200):
         rng, runner = random.Random(seed), FakeRunner()
@@ -84,7 +84,7 @@ def test_of_requests_that_fail_none_takes_another_along(call, report):
 
 
 def test_failures_now_and_then_end_nobody():
-    """Not even who is being read all the while."""
+    """Occasional failures end no request, not even one that is in prefill throughout."""
     runner = FakeRunner()
     loop, calls, decode_rounds = Loop(runner, 8, 1.0), itertools.count(1), runner.decode_rounds
     active_requests = [make_active(Request((i + 1, *[7] * (40 * i)), 20, key=KEY), print) for i in range(2)]

@@ -1,4 +1,4 @@
-"""Texts that the engine makes have the target's law, enumerated: of requests with keys and without, mixed."""
+"""The engine's outputs have the target's enumerated distribution, for requests with and without keys, mixed."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def check_law(report, count):
-    """Texts of requests with keys, without, one after another in every slot: against the enumerated laws."""
+    """Compare keyed and unkeyed requests that share slots, one after another, with the enumerated distributions."""
     target = toys.tiny_llama(10)
     drafter = toys.tiny_llama(11, 1, related_to=target)
     asked = [(prompt, settings) for prompt, settings in zip(PROMPTS, SETTINGS, strict=False)]

@@ -1,4 +1,4 @@
-"""The host's side of an engine, with a device that is a few lines of Python: nobody gets what is another's."""
+"""The engine's host side, with a fake device of a few lines of Python: no request receives another's tokens."""
 
 import dataclasses
 import gc
@@ -17,7 +17,7 @@ from support.fake_runner import KEY, FakeRunner, make_active
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests of any length come at any time, are cancelled, and now and then the device fails."""
+    """Requests of any length arrive and are cancelled at any time, and occasionally the device fails."""
 
     def __init__(self):
         super().__init__()
@@ -33,9 +33,9 @@ class Requests(RuleBasedStateMachine):
     def submit(self, length, limit, keyed, kind):
         number = len(self.asked) + 1
         tokens = (number, *[7] * (length - 1))
-        if kind == "again" and self.asked and len(self.asked[-1].text) < 50:  # it goes on where another has ended
+        if kind == "again" and self.asked and len(self.asked[-1].text) < 50:  # it continues where another ended
             tokens = self.asked[-1].text
-        if kind == "alike" and self.asked:  # it begins as another does, which may be read just now
+        if kind == "alike" and self.asked:  # it shares a prefix with another, which may be in prefill
             tokens = (*self.asked[-1].request.tokens[: length + 10], *[8] * (length // 2))[:50]
         told = lambda _: self.told.__setitem__(number - 1, self.told[number - 1] + 1)  # noqa: E731
         active = make_active(Request(tokens, limit, key=KEY if keyed else None), told)
@@ -104,7 +104,7 @@ def test_the_slot_that_holds_most_of_a_text_is_taken():
 
 
 def turns(loop, *asked):
-    """After how many turns each has its first token; all have ended in the end."""
+    """Return the number of turns before each request's first token, and check that all requests end."""
     first = {}
     for turn in range(200):
         loop.turn()
@@ -114,7 +114,7 @@ def turns(loop, *asked):
 
 
 def counted(runner, monkeypatch, name="prefill"):
-    """What the device's function of that name returns from now on: pieces that are read."""
+    """Return a list that collects the results of the runner's method `name`: for `prefill`, the pieces read."""
     found = []
     known = getattr(runner, name)
     monkeypatch.setattr(runner, name, lambda *one: (found.append(new := known(*one)), new)[1])
@@ -134,7 +134,7 @@ def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypa
         loop.submit(active)
     turns(loop)
     assert [active.result.tokens for active in asked] == [[1000, 1001, 1002]] * 3
-    assert len(assigned) == 3 + len(salts) - len({*salts})  # copied once, not piece by piece
+    assert len(assigned) == 3 + len(salts) - len({*salts})  # copied at once, not piece by piece
     read = sum(piece.count for piece in pieces)
     assert read == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked) and read <= most
 
@@ -171,7 +171,7 @@ def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
 
 
 def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_waits(monkeypatch):
-    """A call that is not cut short, of the length of the one before, with nothing read between the two."""
+    """If requests always wait, some calls still run uncut, as long as the previous one, with no prefill between."""
     runner, done = FakeRunner(), []
     runner.sizes = dataclasses.replace(runner.sizes, small_batch_sizes=())
     loop = Loop(runner, 8, 1.0)
@@ -201,14 +201,14 @@ def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_wait
 
 @pytest.fixture
 def no_collector():
-    """Whatever is freed is freed by its last reference."""
+    """Disable the garbage collector, so that only the last reference frees an object."""
     gc.disable()
     yield
     gc.enable()
 
 
 def test_nobody_is_kept_who_is_done(no_collector):
-    """Not even by those who came while it had a slot, and they by others; nor by who listens to them."""
+    """A finished request is not kept by its listener, by requests that arrived meanwhile, or by their successors."""
     loop = Loop(FakeRunner(), 8, 1.0)
     done = []
     for i in range(1, 30):

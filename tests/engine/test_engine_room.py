@@ -1,4 +1,4 @@
-"""Slots that do not fit into memory are refused before they are made, with what would fit."""
+"""Slots that do not fit into memory are rejected before allocation, with the sizes that would fit."""
 
 import re
 import types
@@ -77,7 +77,7 @@ def test_a_machine_tells_and_a_container(monkeypatch, tmp_path, limit, free):
 
 
 def test_what_a_container_has_read_of_files_is_free(monkeypatch, tmp_path):
-    """A checkpoint's pages, say: the kernel counts them, and gives them up when somebody needs room."""
+    """Cached file pages, such as a checkpoint's, count as free because the kernel reclaims them when needed."""
     monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr(rooms, "_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1500000\n")

@@ -1,4 +1,4 @@
-"""What an engine compiles before it starts, which JAX's cache can keep, and what beside the first constrained text."""
+"""The programs an engine compiles before it starts, which JAX can cache, and those for constrained requests."""
 
 import dataclasses
 import threading
@@ -15,12 +15,12 @@ from jspec.engine.slots import Variant
 from support.constrained import OPTIONS, NoMultiples, models, requests, texts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-ASKS = "python_cpu_callback"  # of a program that asks the host
+ASKS = "python_cpu_callback"  # marks a program that calls the host
 COMPILE = Runner.compile
 
 
 def test_no_program_of_a_start_asks_the_host():
-    """JAX keeps none that does in its cache, and it would be compiled at every start."""
+    """JAX never caches programs that call the host, so these would be compiled at every start."""
     runner = Engine(*models(), slots=2, **OPTIONS).device
     asks = {
         key: ASKS in runner._lowered(key).as_text() for key in (*runner._startup_keys(), *runner._decode_keys(*Variant))
@@ -31,7 +31,7 @@ def test_no_program_of_a_start_asks_the_host():
 
 @pytest.mark.parametrize("part", ["lowered", "compiled"])
 def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
-    """Without those behind it, and those that are there stay."""
+    """Later programs are not compiled, and those that have been compiled are kept."""
     _programs.cache_clear()
     runner, begun = Engine(*models(), slots=2, **OPTIONS).device, []
     bad = runner._startup_keys()[-1 if part == "lowered" else 2]
@@ -59,7 +59,7 @@ def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """Compiling for constrained texts, which goes on until it is told not to; not of the first steps, where told."""
+    """Hold compilation for constrained requests until the event is set, except for the first `free` steps."""
     ends, later = threading.Event(), Runner.deferred_compiles
     ends.free = 0
     _programs.cache_clear()
@@ -90,12 +90,12 @@ def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
         engine.cancel(gone)
         wait_for(lambda: gone.result.finish_reason == "cancelled")
         assert not ended
-        threading.Timer(0.5, compiling.set).start()  # while the engine is about to close, which loses nothing
+        threading.Timer(0.5, compiling.set).start()  # while the engine is closing, which loses no request
     assert [result is active.result for result in ended] == [True] and texts(ended) == [tuple_of(constrained)]
 
 
 def tuple_of(request):
-    """Its text, by an engine that compiles what it meets."""
+    """Return the output of `request` from an engine that compiles programs when it first needs them."""
     return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).stream_sync(request) if one.finish_reason)
 
 
@@ -105,12 +105,12 @@ def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
         active = engine.submit(requests()[1], lambda _: None)
         begun = time.monotonic()
         engine.close(cancel=True)
-    assert active.result.finish_reason == "cancelled" and time.monotonic() - begun < 30  # of the 60 of a step
-    engine.expect_constraints()  # of which nothing comes
+    assert active.result.finish_reason == "cancelled" and time.monotonic() - begun < 30  # a step waits 60 seconds
+    engine.expect_constraints()  # has no effect
 
 
 def test_what_is_there_first_is_played_first(compiling):
-    """Without drafts, until the programs with drafts are there; the text is the same."""
+    """Decode without drafts until the programs with drafts are compiled; the output is the same."""
     request, compiling.free = requests()[1], 2
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         first = engine.generate([request])[0]
@@ -123,7 +123,7 @@ def test_what_is_there_first_is_played_first(compiling):
 
 @pytest.fixture
 def fails_once(monkeypatch):
-    """Has an engine compile no program of constrained texts at the first attempt; which it has tried."""
+    """Return a function that fails an engine's first compilation of each constrained program, and lists them."""
     compiled = Runner._program
     _programs.cache_clear()
 
@@ -143,7 +143,7 @@ def fails_once(monkeypatch):
 
 
 def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
-    """And nobody else; with the next one it is tried again."""
+    """Only requests that need the program end, and the next such request tries to compile it again."""
     free, constrained, *_ = requests()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         failed = fails_once(engine)
@@ -155,7 +155,7 @@ def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
 
 
 def test_what_another_engine_has_compiled_is_there(fails_once):
-    """Where one's own attempt has failed."""
+    """An engine whose own compilation failed uses the programs that another engine has compiled."""
     constrained = requests()[1]
     with Engine(*models(), slots=2, **OPTIONS) as mine, Engine(*models(), slots=2, **OPTIONS) as other:
         failed = fails_once(mine)
@@ -183,7 +183,7 @@ def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
 
 
 def test_they_are_compiled_beside_what_runs(compilations):
-    """All of them, by the first such request, while slots change hands."""
+    """The first constrained request compiles all of them, while slots change hands."""
     keys = jax.random.split(jax.random.key(4), 3)
     with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:
         engine.generate([Request((1, 2), 20, key=key) for key in keys] + requests()[1:2])

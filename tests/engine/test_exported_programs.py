@@ -1,4 +1,4 @@
-"""An engine's exported programs: when they are read, what they depend on, and that they change no text."""
+"""An engine's exported programs: when they are read, what they depend on, and that they change no output."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ OPTIONS = {"slots": 2, "max_length": 40, "chunks": (8,), "rounds": 3}
 
 @pytest.fixture
 def folder(tmp_path):
-    """The directory of JAX's cache, empty."""
+    """Yield JAX's compilation cache directory, empty."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     compilation_cache.reset_cache()
     yield tmp_path
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The names of the programs that have been traced, one for every time."""
+    """Return a list of program names that grows with every trace."""
     names = []
 
     def counted(name):
@@ -61,9 +61,10 @@ def exported(folder):
 
 
 def decoded(target, drafter, constraint=None, num_draft_tokens=2):
-    """The tokens of three requests, and an array of their log-probabilities, by an engine without programs in memory.
+    """Return three requests' tokens, and an array of their log-probabilities, from an engine with no programs in
+    memory.
 
-    Which programs an engine runs depends on time, and rounding depends on the programs.
+    Timing decides which programs an engine runs, and the programs decide how values are rounded.
     """
     _programs.cache_clear()
     samplings = {}, {"temperature": 0.7}, {"top_p": 0.8, "presence_penalty": 0.5}
@@ -77,7 +78,7 @@ def decoded(target, drafter, constraint=None, num_draft_tokens=2):
 
 
 def lowered(target, drafter, num_draft_tokens=2, most=None):
-    """Lower the first `most` programs of an engine's start, and return how many there are."""
+    """Lower the first `most` programs that an engine's start compiles, and return their number."""
     _programs.cache_clear()
     with Engine(target, drafter, num_draft_tokens=num_draft_tokens, **OPTIONS) as engine:
         keys = engine.device._startup_keys()[:most]
@@ -124,7 +125,7 @@ def test_programs_that_call_the_host_are_not_stored(folder):
 
 @pytest.mark.parametrize("damage", [b"", b"no pickle", None])
 def test_a_damaged_file_is_written_again(folder, traced, caplog, damage):
-    """Also one whose second half is missing."""
+    """Empty, invalid and truncated files are replaced."""
     target, draft = models()
     lowered(target, draft, most=2)
     for path in folder.glob("*.exported"):
@@ -184,7 +185,7 @@ def test_everything_that_makes_a_program_is_part_of_its_name(folder, monkeypatch
 
 
 def test_code_that_jspec_does_not_know_is_not_stored(folder):
-    """It may change and keep its name."""
+    """Third-party code may change without changing its name."""
 
     @jax.tree_util.register_static
     class Mine(jspec.NGramDrafter):
@@ -292,7 +293,7 @@ def test_a_file_of_another_user_is_read(folder, monkeypatch):
 
 
 def test_programs_with_kernels_can_be_exported():
-    """For CUDA, where jspec has kernels of its own."""
+    """Programs with jspec's own kernels can be exported for CUDA."""
     target = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), toys.tiny_llama(10, head_dim=64))
     arguments = target, np.zeros((2, 1), np.int32), target.new_cache(2, 256), np.zeros(2, np.int32)
     leaves, structure = jax.tree.flatten(arguments)

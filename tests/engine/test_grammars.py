@@ -1,4 +1,4 @@
-"""Texts of schemas and regular expressions: valid, whatever is drafted, and the same as without a draft."""
+"""Outputs of schemas and regular expressions are valid for any draft, and the same as without drafting."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ WORDS = ("name", "size", "import", "value", "x")
 
 
 def schema(rng, depth=0):
-    """Any JSON schema whose values are short."""
+    """Return a random JSON schema whose values are short."""
     kinds = ["integer", "boolean", "null", "enum", "string", "pattern"] + ["object", "array"] * 2 * (depth < 2)
     kind = kinds[rng.integers(len(kinds))] if depth else "object"
     if kind == "object":
@@ -57,7 +57,7 @@ def test_tokenizers_for_which_there_are_no_grammars():
 
 @pytest.fixture(autouse=True)
 def compiled_when_met(monkeypatch):
-    """Nothing is compiled in the background, either."""
+    """Disable background compilation."""
     monkeypatch.setattr(Runner, "deferred_compiles", lambda _: [])
 
 
@@ -72,7 +72,7 @@ def grammars(pair):
 
 
 def check_schemas(pair, grammars, report, count):
-    """With a key and without, one in three beside free requests; with keys the texts are those of plain decoding."""
+    """Check requests with and without keys, one in five unconstrained; keyed outputs equal those of plain decoding."""
     target, draft, tokenizer = pair
     rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), count)
     schemas = [schema(rng) for _ in range(count)]
@@ -137,7 +137,7 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(grammars):
 
 
 def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, monkeypatch):
-    """Text by text those of plain decoding, though calls fail, others are cancelled, and one grammar makes several."""
+    """Outputs equal plain decoding's despite a failed call and a cancelled request; all requests share one grammar."""
     target, draft, tokenizer = pair
     make = grammars.json_schema(
         {
@@ -251,7 +251,7 @@ for i in range(int(sys.argv[2])):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="without processes there are no limits")
 @pytest.mark.parametrize(("seconds", "is_kept"), [(0.0012, True), (0.004, False)])
 def test_the_time_of_masks_grows_with_their_number(seconds, is_kept):
-    """Five masks a round, each of less or more CPU time than a mask adds to the limit."""
+    """The limit allows five masks a round if each takes less CPU time than a mask adds to it, and stops slower ones."""
     folder = os.path.dirname(grammar_worker.__file__)
     done = subprocess.run([sys.executable, "-c", SLOW, str(seconds), "400"], cwd=folder, capture_output=True, text=True)
     assert not done.stderr and (len(done.stdout.split()) == 400) == is_kept

@@ -1,4 +1,4 @@
-"""A text read in pieces leaves a drafter where `init` of the whole leaves it."""
+"""Prefilling in pieces leaves a drafter in the same state as `init` on the whole prompt."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_pieces_are_a_prompt(name, toy, prompts):
     read = jax.jit(_in_pieces, static_argnums=4)(target, drafter, tokens, lengths, whole.tokens.shape[1] + 8)
     pieces = dataclasses.replace(whole, drafter=read)
     decode = jax.jit(lambda state: decode_round(target, drafter, RULES["coupled"], length, asked, state))
-    for _ in range(2):  # of the second, too: what the first has left
+    for _ in range(2):  # the second round depends on the state that the first one leaves
         (whole, one), (pieces, other) = decode(whole), decode(pieces)
         for field in ("tokens", "count", "drafted", "accepted"):
             np.testing.assert_array_equal(getattr(one, field), getattr(other, field), field)
@@ -44,7 +44,7 @@ def test_pieces_are_a_prompt(name, toy, prompts):
 
 
 def _in_pieces(target, drafter, tokens, lengths, num_slots):
-    """The state of a drafter that has read all prompts but their last tokens, a few at a time."""
+    """Return the state of a drafter that has read all prompts but their last tokens, a few tokens at a time."""
     batch, width = tokens.shape
     state = begin(drafter, target, batch, num_slots)
     told = {}
@@ -56,7 +56,7 @@ def _in_pieces(target, drafter, tokens, lengths, num_slots):
         if features:
             piece = jnp.pad(all_of_them, ((0, 0), (0, PIECE), (0, 0), (0, 0)))[:, at : at + PIECE]
             told = {"features": piece, "target": target}
-        begun = jnp.minimum(at, lengths - 1)  # what is behind a row's text is not to be overwritten
+        begun = jnp.minimum(at, lengths - 1)  # must not overwrite anything after the end of a row
         state = prefill_chunk(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, **told)
     return state
 

@@ -1,4 +1,4 @@
-"""Limits of schemas: just within them and just beyond, and what looks like a limit and is none."""
+"""Schema limits: values just within and just beyond each, and schemas that only look as if they exceeded one."""
 
 import contextlib
 import time
@@ -87,7 +87,7 @@ def test_digits_of_repetitions_are_not_read():
 
 
 def cost(monkeypatch, schema):
-    """How many values `check_schema` reads."""
+    """Return the number of values that `check_schema` reads."""
     read, values = [], limits._values
     monkeypatch.setattr(limits, "_values", lambda part: (read.append(0) or value for value in values(part)))
     with contextlib.suppress(ValueError):
@@ -96,9 +96,9 @@ def cost(monkeypatch, schema):
 
 
 def test_many_references_to_large_parts_are_cheap(monkeypatch):
-    """The check holds Python's lock, so other requests would wait for it."""
+    """The check must be cheap because it holds Python's lock, which blocks other requests."""
     enum = list(range(40_000))
-    names = {"anyOf": [{"$ref": f"x{i}#"} for i in range(900)], "enum": enum}  # all stand for the schema
+    names = {"anyOf": [{"$ref": f"x{i}#"} for i in range(900)], "enum": enum}  # all resolve to the schema itself
     assert cost(monkeypatch, names) < 3 * limits.MAX_VALUES
     levels = {"enum": enum}
     for _ in range(50):
@@ -110,7 +110,7 @@ def test_many_references_to_large_parts_are_cheap(monkeypatch):
 
 
 def test_a_run_of_digits_takes_linear_time():
-    """A search that tries every split of the digits would take minutes, and holds Python's lock."""
+    """A search that tries every split of the digits would take minutes while holding Python's lock."""
     begun = time.process_time()
     for _ in range(100):
         check_regex("{" + "1" * 9_999)

@@ -1,7 +1,8 @@
-"""Each sampling parameter alone, the others left out of the program, as most people use them: texts token by token.
+"""Each sampling parameter alone, with the others left out of the program, as most people use them.
 
-With a request's own noise plain decoding is a function of the target's law, so an oracle in float64 writes the same
-text; "coupled" must, too. A law that is off by a total variation of 0.01 changes one token in a hundred or more.
+Outputs are compared token by token. With a request's own noise, plain decoding is a function of the target's
+distribution, so a float64 oracle generates the same output, and so must "coupled". A distribution that is off by a
+total variation of 0.01 changes one token in a hundred or more.
 """
 
 import pytest

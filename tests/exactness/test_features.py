@@ -1,4 +1,4 @@
-"""States of the target that a drafter reads: those of the prompt and of every guess that was accepted."""
+"""The target's hidden states that a drafter reads: those of the prompt and of every accepted draft token."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ TARGET, DRAFT = toys.tiny_llama(0, 2), toys.tiny_llama(1, 1)
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["features"])
 class Reader(AutoregressiveDrafter):
-    """Drafts what `draft` does, and keeps the states of the whole text."""
+    """A drafter that drafts what `draft` does and keeps the hidden states of the whole sequence."""
 
     def __init__(self, draft, features=LAYERS):
         self.draft, self.features = draft, features
@@ -58,11 +58,11 @@ class Reader(AutoregressiveDrafter):
 
 
 def beside_another(draft):
-    """A reader behind one that reads nothing, and beside one of other states."""
+    """Return a reader mixed with a reader of other states, as the fallback of a drafter that reads none."""
     return FallbackDrafter(NGramDrafter(1, 1), MixtureDrafter(Reader(draft, (1, 0)), Reader(draft), 0.5))
 
 
-# What drafts, how far, by which rule, and where a reader's state is in its own.
+# The drafter, the draft length, the rule, and where the reader's state is in the drafter's state.
 MADE = {
     "chain": (Reader, 3, "rejection", lambda state: state),
     "varying": (Reader, jspec.WhileConfident(3, 0.5), "block", lambda state: state),
@@ -96,7 +96,7 @@ MADE = {
 
 
 def states(tokens):
-    """``[B, S, F, E]`` of whole texts: what leaves the layers before."""
+    """Return the hidden states ``[B, S, F, E]`` of whole sequences: outputs of the layers before each of `LAYERS`."""
     cache, zeros = TARGET.new_cache(*tokens.shape), jnp.zeros(len(tokens), jnp.int32)
     return np.stack([TARGET.forward(tokens, cache, zeros, layers=range(i))[0] for i in LAYERS], axis=2)
 
@@ -110,7 +110,7 @@ def test_they_are_what_leaves_the_layers_before(prompts):
 
 @pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), *list(MADE)[1:]])
 def test_a_drafter_is_told_those_of_the_text(prompts, name):
-    """After every round, of every token but the last; beside refused guesses, ends and limits."""
+    """After every round, it has the states of all tokens but the last, even with rejections, row ends and limits."""
     make, length, rule, place = MADE[name]
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=8)
     drafter, length = make(jspec.ModelDrafter(DRAFT)), as_draft_length(length)
@@ -133,7 +133,7 @@ def test_a_drafter_is_told_those_of_the_text(prompts, name):
 
 @pytest.mark.parametrize("name", ["chain", pytest.param("search", marks=pytest.mark.slow)])
 def test_the_text_is_that_without(prompts, name):
-    """Through the shipped program, where drafts are also looked at one by one."""
+    """Reading states does not change the output of the shipped program, which also checks each draft."""
     make, length, rule, _ = MADE[name]
     reading, alone = make(jspec.ModelDrafter(DRAFT)), jspec.ModelDrafter(DRAFT)
     if name == "search":
@@ -175,7 +175,7 @@ def test_who_cannot_be_told(prompts):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_likeliest"])
 @dataclasses.dataclass(frozen=True)
 class Curious:
-    """Guesses nothing, and remembers which tokens the target found likeliest."""
+    """A drafter that drafts nothing and remembers the target's most likely tokens."""
 
     num_likeliest: int
     vocab_size = max_positions = None

@@ -1,7 +1,7 @@
-"""Greedy text: plain decoding = speculative decoding = transformers, token for token, in float32.
+"""Greedy output: plain decoding = speculative decoding = transformers, token for token, in float32.
 
-Where the two most likely tokens are closer than rounding, programs of other shapes may rightly differ; such places are
-counted apart and reported, and none is expected.
+If the two most likely tokens are closer than rounding errors, programs of other shapes may legitimately differ. Such
+near ties are counted separately and reported; none is expected.
 """
 
 import sysconfig
@@ -21,13 +21,13 @@ ROUNDING = 1e-5
 
 
 def _first_difference(ours, theirs):
-    """Column of each row's first differing token, or the row's length."""
+    """Return the column of each row's first differing token, or the row's length."""
     differs = ours != theirs
     return np.where(differs.any(1), differs.argmax(1), ours.shape[1])
 
 
 def _gaps(model, tokens, lengths, new):
-    """How far the likeliest token is ahead of the second, ``[B, N]``, at every position of the text ``new``."""
+    """Return the lead of the most likely token over the second, ``[B, N]``, at every position of the output ``new``."""
     width = tokens.shape[1]
     text = np.zeros((len(lengths), width + new.shape[1]), np.int32)
     for row, (length, prompt, more) in enumerate(zip(lengths, tokens, new, strict=True)):
@@ -55,7 +55,7 @@ def _check_same(report, ours, theirs, gaps, **figures):
 
 @pytest.fixture(scope="module")
 def case(toy, prompts):
-    """A toy target, its prompts of 1 to 60 tokens, its greedy text and the lead of each of its tokens."""
+    """Return a toy target, prompts of 1 to 60 tokens, its greedy output, and the lead of each output token."""
     target = toy(3, num_key_value_heads=4)
     tokens, lengths, keys = prompts(np.random.default_rng(0).integers(1, 61, PROMPTS), seed=4)
     plain = jspec.generate(target, tokens, lengths, keys, max_new_tokens=NEW, sampling=GREEDY)
@@ -76,7 +76,7 @@ def test_the_toy_text_is_worth_comparing(case, report):
 
 @pytest.mark.parametrize("num_draft_tokens", by_default((1, 3, 5, 8), (3,)))
 def test_speculative_text_is_plain_text(case, toy, num_draft_tokens, report):
-    """With a draft that is never, sometimes and always right; one program serves the three."""
+    """This holds for draft models that are never, sometimes and always right. One program serves all three."""
     target, batch, plain, gaps = case
     near = toy(3, distance=0.06, num_key_value_heads=4)
     far = toy(5, num_key_value_heads=4)
@@ -91,7 +91,7 @@ def test_speculative_text_is_plain_text(case, toy, num_draft_tokens, report):
 
 
 def _hf_greedy(model, tokens, lengths, new):
-    """What `model.generate(do_sample=False)` of transformers adds to a left-padded batch."""
+    """Return the tokens that transformers' `model.generate(do_sample=False)` adds to a left-padded batch."""
     import torch
 
     width = tokens.shape[1]
@@ -106,7 +106,7 @@ def _hf_greedy(model, tokens, lengths, new):
 
 
 def _hf_twin(target):
-    """The transformers model with the weights of `target`."""
+    """Return the transformers model with the weights of `target`."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = target.config
@@ -142,7 +142,7 @@ def test_plain_text_is_the_text_of_transformers(case, report):
 
 
 def _source_prompts(tokenizer, count, seed):
-    """Slices of the standard library's source, 5 to 60 tokens long, padded on the right."""
+    """Return slices of the standard library's source, 5 to 60 tokens long, padded on the right."""
     rng = np.random.default_rng(seed)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rows = []

@@ -1,4 +1,4 @@
-"""A request's text depends on its key, prompt and settings: not on its slot, its neighbours, or padding."""
+"""A request's output depends on its key, prompt and settings, but not on its slot, its neighbours, or padding."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ LENGTHS = [9, 1, 9, 5, 2, 7, 3, 4]
 
 
 def _rows(params, rows):
-    """The settings of some requests."""
+    """Return the settings of the requests `rows`."""
     values = {name: value for name, value in vars(params).items() if isinstance(value, np.ndarray)}
     return dataclasses.replace(params, **{name: value[rows] for name, value in values.items()})
 
@@ -41,7 +41,7 @@ def decode(toy):
 
 
 def _same(out, row, other, other_row):
-    """Whether two rows hold the same text, up to rounding in the log-probabilities."""
+    """Return whether two rows hold the same output, up to rounding in the log-probabilities."""
     np.testing.assert_allclose(out.logprobs[row], other.logprobs[other_row], atol=1e-4)
     return np.array_equal(out.tokens[row], other.tokens[other_row]) and out.lengths[row] == other.lengths[other_row]
 
@@ -59,7 +59,7 @@ def test_alone_as_in_a_batch(decode, prompts, report):
 
 
 def test_any_slot_beside_any_neighbours(decode, prompts, report):
-    """Every request in every slot, among its old neighbours in another order and then among strangers."""
+    """Every request is tested in every slot, among its neighbours in another order and then among strangers."""
     tokens, lengths, keys = prompts(LENGTHS)
     together = decode((tokens, lengths, keys), PER_ROW)
     strange_tokens, _, strange_keys = prompts([9] * SIZE, seed=77)
@@ -84,7 +84,7 @@ def test_any_slot_beside_any_neighbours(decode, prompts, report):
 
 
 def test_padding_is_never_read(decode, prompts, report):
-    """Another width, and other junk behind the prompts, ids outside the vocabulary included."""
+    """Another width and other junk after the prompts, including ids outside the vocabulary, change no output."""
     tokens, lengths, keys = prompts(LENGTHS)
     outs = [decode((tokens, lengths, keys), PER_ROW)]
     for width, junk in ((9, 0), (9, 60), (9, -5), (9, 2**31 - 1), (23, 10**6)):
@@ -108,7 +108,7 @@ def test_same_key_same_text_other_key_other_text(decode, prompts, report):
 
 
 def test_rows_with_one_key_and_prompt_agree(decode, prompts):
-    """Nothing else may enter: eight copies of one request are eight equal texts."""
+    """Nothing else may affect the output: eight copies of one request give eight equal outputs."""
     tokens, lengths, keys = prompts([5] * SIZE)
     same = np.zeros(SIZE, int)
     out = decode((tokens[same], lengths, keys[same]), _rows(PER_ROW, same))

@@ -1,7 +1,7 @@
-"""A draft equal to the target is always accepted: by every drafter that can be one, length and rule.
+"""A draft equal to the target is always accepted, for every drafter that can be one, every length and every rule.
 
-What else goes into a round (caches, what a drafter has not read, penalties, the shortest verification that holds all
-drafts) shows here as a refusal, of which there must be none.
+A mistake in any other part of a round shows here as a rejection, and there must be none. The other parts are caches,
+tokens that a drafter has not read, penalties, and the shortest verification that holds all drafts.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ K, NEW, VOCAB, FEATURES = 3, 20, 8, 4
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["embedding", "head"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A model of one layer with a cache, which compiles in half of a Llama's time: it sums what it has read.
+    """A single-layer model with a cache that sums what it has read, and compiles in half a Llama's time.
 
-    What a token adds depends on its position, and is a whole number, so that sums do not depend on their order.
+    A token adds a whole number that depends on its position, so sums do not depend on their order.
     """
 
     embedding: jax.Array  # [V, E]
@@ -58,7 +58,7 @@ class Reader:
 
 
 def reader(kind=Reader):
-    """One whose laws are far from uniform."""
+    """Return a reader whose distributions are far from uniform."""
     rng = np.random.default_rng(0)
     return kind(
         jnp.asarray(rng.integers(-9, 9, (VOCAB, FEATURES)), jnp.float32),
@@ -68,7 +68,7 @@ def reader(kind=Reader):
 
 @pytree
 class NowAndThen(ModelDrafter):
-    """Makes no guess in every other round; what it has read then is none of the text."""
+    """A drafter that drafts nothing in every other round. What it reads in those rounds is not in the sequence."""
 
     def begin(self, cache, context, tree):
         logits, cache = super().begin(cache, context, tree)
@@ -91,7 +91,7 @@ BATCH = (
 POSSIBLE = [
     (name, length, rule)
     for name, length, rule in itertools.product(DRAFTERS, LENGTHS, RULES)
-    if not (name == "cascade" and isinstance(length, jspec.WhileConfident))  # it does not say how sure it is
+    if not (name == "cascade" and isinstance(length, jspec.WhileConfident))  # it does not report its confidence
 ]
 # Every pair of drafter and length, of drafter and rule, and of length and rule.
 COVERING = [
@@ -102,7 +102,10 @@ COVERING = [
 
 
 def judged(name, length, rule):
-    """How many drafts were judged, of which none is refused; rows of other settings, and of limits in mid-round."""
+    """Return the number of verified draft tokens, none of which may be rejected.
+
+    The rows have different settings, and some have limits in mid-round.
+    """
     target = reader()
     sampling = jspec.SamplingParams(
         temperature=[1.0, 0.0, 0.7, 1.5], frequency_penalty=[0.0, 0.5, 0.3, 0.0], max_tokens=[0, 0, 18, 0]
@@ -134,7 +137,7 @@ PASSES = []
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["embedding", "head"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Counted(Reader):
-    """Notes every pass that is really run."""
+    """A reader that records every pass that actually runs."""
 
     def forward(self, tokens, cache, start, layers=None, past=None):
         jax.debug.callback(lambda: PASSES.append(tokens.shape[1]))
@@ -142,10 +145,10 @@ class Counted(Reader):
 
 
 def test_a_cascade_of_equals_takes_the_fewest_passes():
-    """What `small` guesses is right if it has read what `middle` and the target have added; else it costs passes."""
+    """The draft of `small` is right if it has read what `middle` and the target added; otherwise, it costs passes."""
     PASSES.clear()
     drafter = CascadeDrafter(reader(Counted), ModelDrafter(reader()), K - 1)
     out = drafters.generate(reader(), drafter, BATCH, max_new_tokens=NEW, num_draft_tokens=K)
     jax.effects_barrier()
     np.testing.assert_array_equal(out.stats.rounds, NEW // (K + 1))
-    assert len(PASSES) == 1 + NEW // (K + 1)  # the prompt's, and one a draft
+    assert len(PASSES) == 1 + NEW // (K + 1)  # one for the prompt, and one per draft

@@ -1,7 +1,7 @@
-"""The law of the text: rounds and whole generations, through the shipped program, against exact enumeration.
+"""The distribution of rounds and whole outputs of the shipped program, against exact enumeration.
 
-Every test draws, compares with chi-square at alpha = 1e-6 over all its settings together (Bonferroni), and prints the
-smallest p and the total variation it would have seen with power 0.999.
+Every test samples and compares by chi-square at alpha = 1e-6 over all its settings together (Bonferroni). It prints the
+smallest p and the total variation that it would have detected with power 0.999.
 """
 
 import functools
@@ -19,7 +19,7 @@ from support import oracle, toys
 from support.law import NUM_TOKENS, PROMPTS, VOCAB, default, exact_law, filled, llama_pair, text_counts
 from support.oracle import ALPHA, POWER
 
-# Sampling of the one-round test; K runs over all of ROUND_DRAFTS with each.
+# Sampling settings of the one-round test, each combined with every K in ROUND_DRAFTS.
 ROUND_SAMPLING = {
     "plain": {},
     "T=0.6, top-k 5": {"temperature": 0.6, "top_k": 5},
@@ -32,9 +32,9 @@ PROMPT = (3, 6)
 
 @functools.partial(jax.jit, static_argnames="num_draft_tokens")
 def round_counts(target, draft, keys, sampling, num_draft_tokens):
-    """``int[K + 1, V, V]``: how often, in one shipped round, each token stood at each offset after each token.
+    """Return ``int[K + 1, V, V]``: how often one shipped round put each token at each offset after each token.
 
-    Also ``int[K]``: how often each draft was accepted.
+    Also return ``int[K]``: how often each draft token was accepted.
     """
     batch, vocab_size = keys.shape[0], target.config.vocab_size
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (batch, len(PROMPT)))
@@ -51,12 +51,15 @@ def round_counts(target, draft, keys, sampling, num_draft_tokens):
 
 @functools.cache
 def played(draws, chunk=100_000):
-    """For each setting: counts and acceptances of `draws` rounds, and the laws p and q after each token, [V, V]."""
+    """Return the results of `draws` rounds for each setting.
+
+    A result holds counts, acceptances, and the distributions p and q after each token, [V, V].
+    """
     target, draft = toys.markov_pair(0)
     results = {}
     for k in ROUND_DRAFTS:
         for name, settings in ROUND_SAMPLING.items():
-            # Keys of its own for each setting: with the same keys the first token would not depend on K.
+            # Each setting has its own keys: with the same keys, the first token would not depend on K.
             keys = jax.random.split(jax.random.key(1 + len(results)), (draws // chunk, chunk))
             sampling = filled(chunk, **settings)
             chunks = [jax.device_get(round_counts(target, draft, part, sampling, k)) for part in keys]
@@ -93,7 +96,7 @@ def check_round_law(report, draws):
 def check_acceptance(report, draws):
     worst = 0.0
     for (k, _), (_, accepted, p, q) in played(draws).items():
-        # The k-th draft is accepted with the chance that k steps of min(p, q) leave alive.
+        # The k-th draft token is accepted with the probability that k steps of min(p, q) leave.
         alive, both = np.eye(8)[PROMPT[-1]], np.minimum(p, q)
         for position in range(k):
             alive = alive @ both
@@ -123,8 +126,8 @@ def test_acceptance_is_the_overlap_of_the_laws_at_length(report):
     check_acceptance(report, 5_100_000)
 
 
-# Joint law of 3 tokens: (K, B, which draft). Every row of a batch has its own prompt and settings, which take turns, so
-# that the few batches meet every setting, too.
+# Joint distribution of 3 tokens: (K, B, which draft). Every row of a batch has its own prompt and settings. Prompts and
+# settings are used in turn, so that the few batches cover every setting, too.
 FEW_BATCHES = ((1, 4, "related"), (2, 5, "unrelated"), (4, 1, "related"), (8, 1, "unrelated"))
 BATCHES = (
     (1, 8, "unrelated"),
@@ -150,14 +153,14 @@ COLUMNS = (*toys.SPREAD_PARAMS, "logit_bias")
 
 
 def rows_of(batches, index):
-    """Prompts and settings of one of `batches`; all of them take turns."""
+    """Return the prompts and settings of one of `batches`; successive rows use them in turn."""
     first = sum(batch for _, batch, _ in batches[:index])
     rows = range(first, first + batches[index][1])
     return [PROMPTS[i % len(PROMPTS)] for i in rows], [ROW_SETTINGS[i % len(ROW_SETTINGS)] for i in rows]
 
 
 def batch_p_values(batches, index, draws, chunk):
-    """p of every row of one batch, in a program without the transforms that no row of it uses."""
+    """Return p of every row of one batch, from a program without the transforms that no row uses."""
     k, batch, which = batches[index]
     target, drafts = llama_pair()
     prompts, settings = rows_of(batches, index)
@@ -206,7 +209,7 @@ def test_three_tokens_have_the_target_joint_law_at_length(report):
 
 
 def test_a_draft_equal_to_the_target_is_always_accepted(report):
-    """Temperatures 0 and 1 in one batch: K + 1 tokens in each of 1,000 rounds."""
+    """With temperatures 0 and 1 in one batch, each of 1,000 rounds yields K + 1 tokens."""
     batch, rounds, k = 50, 20, 4
     target, _ = llama_pair()
     tokens = np.random.default_rng(20).integers(VOCAB, size=(batch, 7), dtype=np.int32)
@@ -221,7 +224,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(report):
 
 
 def test_no_key_is_used_twice(monkeypatch):
-    """JAX's own checker follows the typed keys through the whole program; it does object to a key used as it is."""
+    """JAX's own checker follows typed keys through the whole program; it does object to a key used directly."""
     target, draft = toys.markov_pair(0)
     tokens, lengths = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Every drafter with every exact rule: the law of three tokens, coupled text, isolation, contract."""
+"""Every drafter with every exact rule: joint distribution of three tokens, coupled output, isolation, contract."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ def check_matrix(report, name, draws, rules, batches=None):
     check_texts(report, p_values, draws, len(drafters.NAMES))
 
 
-# By default one of each kind: a table, a head, a cascade within a cascade; what is left out is tested by itself, too.
+# By default, test one of each kind: a table, a head, a nested cascade. Those left out also have tests of their own.
 SLOW_LAW = {*drafters.HEADS, "eagle", "combined heads", "unigram", "cascade of exits", "nested cascade", "horizontal"}
 SLOW_TEXT = {*drafters.HEADS, "eagle", "eagle 3", "unigram", "cascade", "cascade of exits", "mixture", "horizontal"}
 
@@ -33,10 +33,10 @@ def names(slow):
 
 @pytest.mark.parametrize("name", names(slow=SLOW_LAW))
 def test_three_tokens_have_the_target_joint_law(report, name):
-    """In a ragged batch, under the one rule or the other; the slow test leaves out nothing.
+    """This holds in a ragged batch, under one of two rules. The slow test leaves out nothing.
 
-    Coupled texts are those of plain decoding, in a batch or alone, which the test after the slow one holds every
-    drafter to, token for token.
+    Coupled output equals plain decoding, in a batch or alone. The test after the slow one checks this for every
+    drafter, token for token.
     """
     check_matrix(report, name, 8_192, [("block", "rejection")[drafters.NAMES.index(name) % 2]])
 
@@ -44,13 +44,13 @@ def test_three_tokens_have_the_target_joint_law(report, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_three_tokens_have_the_target_joint_law_at_length(report, name):
-    """In a larger batch, too, and each setting alone on the longest prompt."""
+    """This also holds in a larger batch, and for each setting alone on the longest prompt."""
     alone = [([PROMPTS[2]], [settings]) for settings in SETTINGS]
     check_matrix(report, name, 200_000, RULES, [*alone, ragged(len(PROMPTS))])
 
 
 def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
-    """Texts in a batch are those of plain decoding; of the rows in `alone`, drafts are those of the row alone."""
+    """Check that output in a batch equals plain decoding, and that rows in `alone` have the same drafts alone."""
     tokens, sizes, keys = prompts([1 + i % 9 for i in range(requests)])
     common, options = {"max_new_tokens": 64, "accept": "coupled"}, drafters.every_parameter(requests, 61)
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
@@ -97,7 +97,7 @@ def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
 def test_alone_as_in_a_batch(report, toy, prompts, name):
-    """Under rejection, where drafts and their judgement have noise of their own."""
+    """This holds under rejection, whose drafting and verification each have their own noise."""
     tokens, lengths, keys = prompts([9, 1, 5, 3, 7])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     drafter, options = drafters.make(name, target, draft), {"max_new_tokens": 24, "num_draft_tokens": 3}
@@ -109,7 +109,7 @@ def test_alone_as_in_a_batch(report, toy, prompts, name):
     report(requests=len(lengths), tokens=int(together.lengths.sum()), accepted=int(together.stats.accepted.sum()))
 
 
-# These contain the others: a model, an exit of its own, both tables and a cascade are parts of them.
+# These contain the others: a model, an early exit, both tables and a cascade are parts of them.
 CONTAINING = ("ngram", "unigram", "retrieval", "fallback", "mixture", "nested cascade", "cascade of exits")
 
 

@@ -1,7 +1,8 @@
-"""Every planted bug of `mutants` must be caught.
+"""Every planted bug in `mutants` must be caught.
 
-The judges are those of the other tests: the joint law of three tokens, the algebra of one round, texts token by token,
-streams and draws one by one. Unpatched, jspec passes every one of them on the same draws, some in those files.
+The judges are those of the other tests: the joint distribution of three tokens, the algebra of one round, outputs token
+by token, and streams and draws one by one. Unpatched, jspec passes every judge on the same draws, in some cases in
+those files.
 """
 
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def block_law():
 
 
 def law_without_filters():
-    """The program from which filters and penalties are left out."""
+    """Judge the program that leaves out filters and penalties."""
     return law({"temperature": 0.7})
 
 
@@ -32,13 +33,13 @@ def block_law_without_filters():
 
 
 def law_of_fallbacks():
-    """First a corpus that ends within the draft: a guess for token 0 and none for token 1."""
+    """Judge a fallback whose first drafter, a corpus, ends within the draft: it drafts token 0 but not token 1."""
     corpus = RetrievalDrafter.from_tokens([0, 6, 2], VOCAB, max_ngram=1, min_ngram=1)
     return law({}, drafter=FallbackDrafter(corpus, ModelDrafter(toys.markov_pair(7)[1])), length=jspec.UpTo(2))
 
 
 def impossible_texts():
-    """Tokens with p = 0 that are written when every acceptance draw is u = 0; as a p-value, 0 or 1."""
+    """Judge whether tokens with p = 0 are emitted when every acceptance draw is u = 0."""
     out = texts({"temperature": 1.0, "top_k": 3})
     table = np.asarray(toys.markov_pair(7)[0].table)
     possible = np.stack([oracle.sampling_law(row, top_k=3) > 0 for row in table])
@@ -48,24 +49,24 @@ def impossible_texts():
 
 
 def no_chance(wrong, of, allowed=0):
-    """A p-value where no chance is involved, 0 or 1, and the figure."""
+    """Return a p-value of 0 or 1 if no chance is involved, and a description of the result."""
     return float(wrong <= allowed), f"{wrong} wrong of {of}, {allowed} allowed, no chance involved"
 
 
 def algebra():
-    """The algebra of one round in float32."""
+    """Judge the algebra of one round in float32."""
     error, _ = algebra_error(np.float32, pairs=2_000)
     return float(error <= 1e-6), f"algebra error {error:.1e}, tolerance 1e-06, no chance involved"
 
 
 def acceptance_of_itself():
-    """Refusals of a draft equal to the target, of which there are none but for rounding."""
+    """Judge the rejections of a draft equal to the target; only rounding may cause any."""
     stats_ = texts(SETTINGS, drafter=ModelDrafter(toys.markov_pair(7)[0])).stats
     return no_chance(int((stats_.drafted - stats_.accepted).sum()), int(stats_.drafted.sum()), allowed=2)
 
 
 def alone(name):
-    """Texts of plain decoding with one sampling parameter alone."""
+    """Judge the output of plain decoding with one sampling parameter alone."""
     return no_chance(differing(name), ROWS * NEW)
 
 
@@ -125,7 +126,7 @@ MUTANTS = {
     draws_of_a_large_vocabulary: (mutants.masses_rounded_to_bfloat16, mutants.tokens_in_16_bits),
     reach_of_the_noise: (mutants.gumbel_of_low_mode,),
 }
-# The others pass in the files they are from.
+# The other judges pass in the files they are from.
 TEXTS = (
     law,
     block_law,
@@ -140,7 +141,7 @@ PLANTED = [(judge, mutant) for judge, planted in MUTANTS.items() for mutant in p
 
 @pytest.fixture
 def patch(monkeypatch):
-    """`setattr` that ends with the test; no program from before, or with the bug, is used again."""
+    """Yield a `setattr` that is undone after the test. No program from before, or with the bug, is reused."""
     decode_program.clear_cache()
     yield monkeypatch.setattr
     monkeypatch.undo()
@@ -148,7 +149,7 @@ def patch(monkeypatch):
 
 
 def prepare(judge, patch):
-    """At u = 0 everywhere for the judge that asks for it."""
+    """Set u = 0 everywhere for the judge that needs it."""
     if judge is impossible_texts:
         mutants.in_rules(patch, "uniform", lambda keys: jnp.zeros(keys.shape, jnp.float32))
 

@@ -1,7 +1,7 @@
-"""Texts of every drafter under every rule are those on record, for changes that are to leave them alone.
+"""The output of every drafter under every rule equals the record, so that no change alters it by accident.
 
-A change that is meant to alter texts of old seeds records them anew and says so in the CHANGELOG:
-``PYTHONPATH=tests python tests/exactness/test_recorded.py --record``. A new drafter's are added by ``--record NAME``.
+A change that is meant to alter the output of old seeds must record it anew and say so in the CHANGELOG:
+``PYTHONPATH=tests python tests/exactness/test_recorded.py --record``. ``--record NAME`` adds a new drafter's output.
 """
 
 import functools
@@ -33,7 +33,7 @@ LENGTHS = {
     "ByAcceptance": jspec.ByAcceptance(K),
     "ByConfidence": jspec.ByConfidence(K),
 }
-# Name -> drafter, rule, draft length, penalties; no drafter stands for plain decoding.
+# Name -> drafter, rule, draft length, penalties. None as the drafter stands for plain decoding.
 MATRIX = {f"{name}, {rule}": (name, rule, K, {}) for name in drafters.NAMES for rule in RULES}
 OTHERS = {
     f"{name}, {rule}, {length}{', penalties' if penalties else ''}": (name, rule, LENGTHS.get(length, K), penalties)
@@ -52,7 +52,7 @@ OTHERS = {
     )
 } | {"plain": (None, "rejection", 0, {}), "plain, penalties": (None, "rejection", 0, PENALTIES)}
 PROGRAMS = MATRIX | OTHERS
-# Every drafter but trained heads, every rule, and each length.
+# Every drafter except trained heads, every rule, and each length.
 FEW = {
     f"{name}, {list(RULES)[i % len(RULES)]}" for i, name in enumerate(drafters.NAMES) if name not in drafters.HEADS
 } | {
@@ -74,7 +74,7 @@ def pair():
 
 
 def text(drafter, rule, draft_length, penalties):
-    """What is on record of a program, as JSON has it: a row's tokens and origins as digits, numbers to 3 decimals."""
+    """Return a program's record in JSON form: a row's tokens and origins as digits, numbers to 3 decimals."""
     target, draft = pair()
     tokens = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
@@ -107,7 +107,7 @@ def text(drafter, rule, draft_length, penalties):
 
 
 def _apart(found):
-    """What must be equal, and what may differ by rounding."""
+    """Return what must be equal, and what may differ by rounding."""
     stats = dict(found["stats"])
     rounded = [*found["logprobs"], stats.pop("distortion")]
     return {name: found[name] for name in ("tokens", "lengths", "origins")} | stats, np.concatenate(rounded)
@@ -128,17 +128,17 @@ def test_the_record_is_of_these_programs_and_meets_what_it_is_for():
     assert set(record) == set(PROGRAMS) > FEW
     assert {rule for _, rule, *_ in (PROGRAMS[name] for name in FEW)} == set(RULES)
     assert set("".join("".join(one["origins"]) for one in record.values())) == set("01234")
-    assert {one["lengths"][0] for one in record.values()} - {NEW}  # some rows meet their end of text
+    assert {one["lengths"][0] for one in record.values()} - {NEW}  # some rows reach their EOS token
 
 
 def record(part):
-    """Write the file anew: the programs whose names hold `part`, and the others as they were."""
+    """Rewrite the file: record programs whose names contain `part` anew, and keep the others as they were."""
     known = json.loads(FILE.read_text(encoding="utf-8"))
     lines = []
     for name in PROGRAMS:
         known[name] = text(*PROGRAMS[name]) if part in name or name not in known else known[name]
         lines.append(f"{json.dumps(name)}: {json.dumps(known[name])}")
-        jax.clear_caches()  # else some hundred programs later it crashes
+        jax.clear_caches()  # otherwise, it crashes some hundred programs later
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
@@ -148,5 +148,5 @@ if __name__ == "__main__":
             "To record texts anew, all or those of which the name has PART: "
             "PYTHONPATH=tests python tests/exactness/test_recorded.py --record [PART]"
         )
-    jax.config.update("jax_disable_most_optimizations", True)  # as `quick_compile`
+    jax.config.update("jax_disable_most_optimizations", True)  # like `quick_compile`
     record("".join(sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Every drafter that drafts trees of its own with every rule for trees: law, coupled text, isolation, contract."""
+"""Every drafter that drafts its own trees, with every tree rule: distribution, coupled output, isolation, contract."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from support.matrix import check_texts, pair, ragged, text_p_values
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 NAMES, RULES = drafters.TREE_NAMES, ("rejection", "traversal", "coupled")
-# It remembers more than the others; what each drafts is held to a plain one in `test_own_trees`.
+# Recycling remembers more than the others. `test_own_trees` compares each drafter with a plain implementation.
 FEW = [pytest.param(name, marks=[] if name == "recycling" else pytest.mark.slow) for name in NAMES]
 
 
@@ -38,7 +38,7 @@ def test_three_tokens_have_the_target_joint_law_at_length(report, name):
 
 
 def check_alone(name, models, batch, together, rows, options):
-    """Text and counts: nothing that is remembered of one request reaches another."""
+    """Check output and counts: nothing that is remembered about one request reaches another."""
     for row in rows:
         one, own = [part[row : row + 1] for part in batch], options | drafters.of_rows(options, slice(row, row + 1))
         alone = drafters.generate(models[0], drafters.make(name, *models), one, **own)
@@ -47,7 +47,7 @@ def check_alone(name, models, batch, together, rows, options):
 
 
 def check_coupled(report, toy, prompts, name, requests, alone):
-    """Texts are those of plain decoding, in fewer rounds."""
+    """Check that the output equals plain decoding, in fewer rounds."""
     batch, options = prompts([1 + i % 9 for i in range(requests)]), drafters.every_parameter(requests, 61)
     models = [toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1)]
     options |= {"max_new_tokens": 64}

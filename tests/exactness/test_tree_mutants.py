@@ -1,4 +1,4 @@
-"""Planted bugs of trees, each of which somebody has shipped or might: every one is caught."""
+"""Planted tree bugs, each of which somebody has shipped or might ship: every one is caught."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ TREE = Tree((0, 0, 1, 1, 3))
 
 @pytest.fixture(autouse=True)
 def traced_anew():
-    """A patched function is not hidden by a program that was traced before, nor seen by one that is traced after."""
+    """Clear caches, so that earlier programs do not hide a patched function and later ones do not contain it."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -38,7 +38,7 @@ def positions_by_row(patch):
 
 
 def all_nodes_visible(patch):
-    """As in a chain: a node sees its elder siblings, too."""
+    """Let a node see its earlier siblings too, as in a chain."""
     causal = property(lambda tree: Branches(tree.offsets, np.tri(tree.size + 1, dtype=bool)))
     patch(Tree, "branches", causal)
 
@@ -58,7 +58,7 @@ def path_one_node_off(patch):
 
 
 def youngest_first(patch):
-    """The walk follows the youngest child that is kept, which was judged by what the elder ones had left."""
+    """Follow the last accepted child, which was verified against what its earlier siblings had left."""
     follow = walk.follow
 
     def mutant(kept, tree):
@@ -75,7 +75,7 @@ def noise_of_the_elder_sibling(patch):
 
 
 def pruned_by_own_confidence(patch):
-    """Whether a drawn node exists depends on what was drawn there."""
+    """Make the existence of a drawn node depend on what was drawn there."""
     propose = TreeDrafter.propose
 
     def mutant(self, state, context, num_draft_tokens):
@@ -87,7 +87,7 @@ def pruned_by_own_confidence(patch):
 
 
 def equal_children_merged(patch):
-    """Of independent children that are the same token the younger is taken for none."""
+    """Treat the later of two independent children with the same token as no draft token."""
     propose = TreeDrafter.propose
 
     def mutant(self, state, context, num_draft_tokens):
@@ -101,7 +101,7 @@ def equal_children_merged(patch):
 
 
 def full_laws(patch):
-    """Children that were drawn without replacement come with the law as it was before."""
+    """Give children drawn without replacement the distribution from before any of them was drawn."""
     propose = TreeDrafter.propose
 
     def mutant(self, state, context, num_draft_tokens):
@@ -113,7 +113,7 @@ def full_laws(patch):
 
 
 def noise_of_a_cousin(patch):
-    """Children of several parents are drawn with the noise of their rank alone, which only traversal must not meet."""
+    """Draw children of several parents with the noise of their rank alone, which is wrong only for traversal."""
     ranks = property(lambda tree: np.array([0, *(n - tree.children[p][0] for n, p in enumerate(tree.parents, 1))]))
     patch(Tree, "rank_at_depth", ranks)
 
@@ -123,7 +123,7 @@ IN_LAWS = (youngest_first, noise_of_the_elder_sibling, pruned_by_own_confidence,
 
 
 def coupled_texts(toy, prompts):
-    """How many of 20 texts under "coupled" are not those of `generate`."""
+    """Return how many of 20 outputs under "coupled" differ from `generate`'s."""
     batch, options = prompts([1 + i % 9 for i in range(20)]), {"max_new_tokens": 32}
     options |= {"sampling": drafters.every_parameter(20, 61)["sampling"]}
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
@@ -133,7 +133,10 @@ def coupled_texts(toy, prompts):
 
 
 def law_of_cousins():
-    """How far P(3 | 1) is off, in standard errors; the children of 0, drawn beside those of 1, are often refused."""
+    """Return how far P(3 | 1) is off, in standard errors.
+
+    The children of 0, drawn beside those of 1, are often rejected.
+    """
 
     def model(rows):
         return jnp.log(jnp.asarray(rows, jnp.float32) + 1e-9)
@@ -160,7 +163,7 @@ def test_cousins_that_share_noise_are_caught(report, monkeypatch):
 
 
 def law(mutant=None):
-    """The p-value of three tokens, and what was seen; with replacement where equal children are what it is about."""
+    """Return the p-value of three tokens, and what was seen. Only `equal_children_merged` uses replacement."""
     counts = UnigramDrafter.from_tokens(np.repeat(np.arange(8), [1, 1, 9, 1, 9, 1, 1, 1]), 8)
     drafter = TreeDrafter(counts, Tree((0, 0, 0, 0, 2, 2)), replacement=mutant is equal_children_merged)
     return mutant_checks.law({}, drafter=drafter, length=2)
@@ -186,7 +189,7 @@ def test_laws_catch_it(report, monkeypatch, mutant):
 def test_without_a_bug_nothing_is_caught(toy, prompts):
     assert coupled_texts(toy, prompts) == 0
     assert law()[0] > oracle.ALPHA
-    assert law(equal_children_merged)[0] > oracle.ALPHA  # its drafts, without the bug
+    assert law(equal_children_merged)[0] > oracle.ALPHA  # the same drafts, without the bug
 
 
 def test_the_comparison_is_strict():

@@ -1,4 +1,4 @@
-"""`jspec.complete` says in one call what the parts say: same tokens, texts cut at the first stop string."""
+"""`jspec.complete` gives the same tokens as the functions it combines, and cuts text at the first stop string."""
 
 import json
 
@@ -76,7 +76,7 @@ def test_one_prompt_of_any_kind(complete):
 
 
 def test_limits_of_rows_and_of_all(complete):
-    """The lower one counts, and another limit compiles nothing."""
+    """The lower limit applies, and another limit compiles nothing."""
     decode = program.decode_program
     free = complete()
     compiled = decode._cache_size()
@@ -101,19 +101,19 @@ def test_texts_end_before_the_first_stop_string(complete, pair, drafted):
         assert done.finish_reason == "stop" and free.text.startswith(done.text) and len(done.text) in starts
         assert done.tokens == free.tokens[:kept] and done.origins == free.origins[:kept] and kept < len(free.tokens)
         assert len(done.logprobs) == len(done.pieces) == kept
-        assert done.stats == free.stats  # of all that was decoded
+        assert done.stats == free.stats  # they cover everything that was decoded
     assert stopped >= 2
 
 
 def test_a_special_token_may_be_the_end(pair, tmp_path):
-    """Texts never show it, so it ends decoding instead."""
+    """A special token given as a stop string ends decoding, because it never appears in text."""
     model = jspec.load(text_pair.write(tmp_path / "model", eos_token_id=None))
     tokenizer = text_pair.tokenizer()
     tokenizer.eos_token = None
     task = completion.prepare(tokenizer, ["a"], [text_pair.END, "x"])
     assert task.stop == ("x",) and task.ends(model) == (0,)
     tokenizer.add_tokens(["<more>"], special_tokens=True)
-    assert completion.prepare(tokenizer, ["a"], "<more>").ends(model) == ()  # the model cannot say it
+    assert completion.prepare(tokenizer, ["a"], "<more>").ends(model) == ()  # the model cannot generate it
     assert completion.prepare(tokenizer, ["a"], "x").ends(model) == ()
 
 
@@ -155,7 +155,7 @@ def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
 )
 def test_how_far_to_draft(draft, given, expected):
     assert completion.draft_length_of(draft, given) == expected
-    if given is None:  # an engine drafts numbers of tokens
+    if given is None:  # an engine's draft length is a number or "auto"
         varies = isinstance(expected, jspec.WhileConfident)
         assert completion.engine_draft_length(draft) == (
             "auto" if varies else getattr(expected, "max_draft_tokens", expected)

@@ -1,4 +1,4 @@
-"""`jspec.stream`: parts of a text as they are decoded, which together are the text that plain decoding gives."""
+"""`jspec.stream` yields parts of an output as they are decoded; together they equal the output of plain decoding."""
 
 import gc
 import itertools
@@ -34,7 +34,7 @@ def pair(sources):
 
 
 def joined(parts):
-    """What complete says, of the parts."""
+    """Join the parts into the fields that `jspec.complete` returns."""
     fields = {
         name: [*itertools.chain(*(getattr(part, name) for part in parts))]
         for name in ("pieces", "tokens", "logprobs", "origins")
@@ -130,7 +130,7 @@ def test_a_failure_is_raised(pair, monkeypatch):
 
 
 def test_texts_of_one_engine_in_turns(pair):
-    """Each is asked for when one likes; who is left early disturbs nobody."""
+    """An engine's streams can be read in any order, and closing one early does not affect the others."""
     target, draft, _ = pair
     keys = jax.random.split(jax.random.key(0), 3)
     requests = [Request((5, 6, 7 + i), 20, key=keys[i]) for i in range(3)]

@@ -1,4 +1,4 @@
-"""Attention reads as much of a cache as is filled, and nobody can tell."""
+"""Attention reads only as much of a cache as is filled, and the output is unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from support import drafters, heads, toys
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 2)
-LARGE, SMALL = 600, 320  # slots, of two lengths and of one
+LARGE, SMALL = 600, 320  # slots, with two prefix lengths and with one
 TREE = jspec.Tree.branching((2, 1))
 
 
@@ -39,7 +39,7 @@ def attend(layer, x, cache, slots, past, branches):
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "past"])
 def test_a_longer_cache_changes_nothing(kind, report):
-    """Around the lengths of prefixes, with rows of which one is shorter; what lies behind is large, and NaN."""
+    """Output is unchanged around prefix lengths, with one shorter row, and with NaN and huge values in unused slots."""
     config, rng, worst = TARGET.config, np.random.default_rng(0), 0.0
     layer, size = TARGET.layers[0].self_attn, TREE.size + 1
     shape = 2, config.num_key_value_heads, config.head_dim
@@ -70,7 +70,7 @@ def test_a_longer_cache_changes_nothing(kind, report):
 
 @pytest.mark.parametrize("name", ["model", "tree", "kangaroo"])
 def test_texts_that_outgrow_a_prefix_are_those_of_plain_decoding(name, prompts, report):
-    """Rows of other lengths beside them, which read more than they need for the longest one's sake."""
+    """Every row equals plain decoding, even a shorter row that reads more slots because of the longest row."""
     drafter = {
         "model": lambda: drafters.make("model", TARGET, toys.tiny_llama(1, 1, related_to=TARGET)),
         "tree": lambda: jspec.TreeDrafter(jspec.ModelDrafter(toys.tiny_llama(1, 1, related_to=TARGET)), TREE),

@@ -1,4 +1,4 @@
-"""After every round both caches equal a fresh reading of the text, and nothing else in them matters."""
+"""After every round, both caches equal a fresh pass over the sequence, and no other slot matters."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from support import toys
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NEW = 24
-LENGTHS = [1, 2, 3, 9, 14, 6, 1, 11]  # a draft model reads two tokens at the start of a round: 1 is its edge
+LENGTHS = [1, 2, 3, 9, 14, 6, 1, 11]  # a draft model reads two tokens at the start of a round, so 1 is an edge case
 DRAFTS = ("unrelated", "related", "itself")
 
 
@@ -42,7 +42,7 @@ def _round(target, drafter, request, state, record, num_draft_tokens):
 
 @functools.partial(jax.jit, static_argnames="rows")
 def _reread(model, prompt_lengths, prompts, tokens, rows):
-    """The cache of a model that reads the prompts, and then the text without any rejection, `rows` tokens at a time."""
+    """Return the cache after a prefill and a pass over the sequence, `rows` tokens at a time, without rejections."""
     cache = prefill(model, prompts, whole_tiles(tokens.shape[1]))
 
     def read(cache, i):
@@ -60,7 +60,7 @@ def _pair(toy, name):
 
 
 def _begin_with(target, drafter, batch, sampling, num_draft_tokens):
-    """The request and ``(state, record)`` before the first round."""
+    """Return the request and ``(state, record)`` before the first round."""
     tokens, lengths, keys = batch
     size = len(lengths)
     transforms = (broadcast_rows(make(sampling), size) for make in (target_transforms, draft_transforms))
@@ -69,19 +69,19 @@ def _begin_with(target, drafter, batch, sampling, num_draft_tokens):
 
 
 def _blank(batch):
-    """`batch` with zeros behind the prompts, as the program sees it."""
+    """Return `batch` with zeros after the prompts, as the program sees it."""
     tokens, lengths, keys = batch
     return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, 0), lengths, keys
 
 
 def _valid(cache, upto):
-    """Keys and values of positions ``0 .. upto[b] - 1`` of each row, in one flat array."""
+    """Return the keys and values of positions ``0 .. upto[b] - 1`` of each row in one flat array."""
     arrays = np.stack([np.asarray(leaf) for leaf in [*(k.swapaxes(2, 3) for k in cache.keys), *cache.values]])
     return np.concatenate([arrays[:, b, :, : max(n, 0)].ravel() for b, n in enumerate(upto)])
 
 
 def _poison(cache, upto):
-    """`cache` with, in every slot from ``upto[b]`` on, what a token leaves that broke the model: a NaN key."""
+    """Return `cache` with a NaN key, as left by a token that broke the model, in every slot from ``upto[b]`` on."""
 
     behind = jnp.arange(cache.keys[0].shape[3]) >= upto[:, None]
     keys = tuple(jnp.where(behind[:, None, None, :], jnp.nan, slots) for slots in cache.keys)
@@ -90,7 +90,7 @@ def _poison(cache, upto):
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
 def test_both_caches_equal_a_fresh_reading_after_every_round(toy, prompts, num_draft_tokens, report):
-    """Bit for bit where the fresh reading has as many rows a pass, which a draft model of K > 1 has not."""
+    """Caches are equal bit for bit if both passes read equally many rows, unlike a draft model's passes at K > 1."""
     rounds, accepted, differences = 0, set(), {"target": [], "draft": []}
     for name in DRAFTS:
         target, drafter = _pair(toy, name)
@@ -126,7 +126,7 @@ def test_both_caches_equal_a_fresh_reading_after_every_round(toy, prompts, num_d
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_what_lies_past_the_text_never_leaks(toy, prompts, name, report):
-    """NaN in every rejected and unused slot, and junk behind the text, before each round: the same output."""
+    """Output is the same with NaN in every rejected and unused slot, and junk after the sequence, before each round."""
     target, drafter = _pair(toy, name)
     request, clean = _begin_with(target, drafter, _blank(prompts(LENGTHS)), SamplingParams(), 4)
     spoiled, rounds = clean, 0
@@ -156,7 +156,7 @@ def test_what_lies_past_the_text_never_leaks(toy, prompts, name, report):
 
 
 def test_finished_rows_are_frozen(toy, prompts, report):
-    """Rows stop one after another, at limits or ends of text; from then on nothing of theirs moves."""
+    """Nothing in a row changes after it stops; rows stop one after another, at limits or at EOS tokens."""
     target, drafter = _pair(toy, "related")
     request, carry = _begin_with(target, drafter, _blank(prompts(LENGTHS)), SamplingParams(), 4)
     rows = np.arange(len(LENGTHS))
@@ -189,7 +189,7 @@ def test_finished_rows_are_frozen(toy, prompts, report):
 
 @pytree
 class _AlwaysOneToken:
-    """Guesses `token` all the time; `vocab_size` is the length of `vocab`."""
+    """A drafter that always drafts `token`; `vocab_size` is the length of `vocab`."""
 
     token: jax.Array
     vocab: jax.Array
@@ -211,7 +211,7 @@ class _AlwaysOneToken:
 
 
 def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, prompts, report):
-    """Its column of the embedding is NaN, it is drafted in every round, and never accepted."""
+    """A token with a NaN embedding column is drafted in every round, never accepted, and changes no output."""
     target = toy(0)
     tokens, lengths, keys = prompts(LENGTHS, seed=1)
     greedy = {"max_new_tokens": NEW, "sampling": SamplingParams(temperature=0.0)}
@@ -230,7 +230,7 @@ def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, pro
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
-    """On CPU a scatter of bfloat16 would make float32 of all slots, and bfloat16 again, at every pass."""
+    """No slots are converted; a bfloat16 scatter on CPU would convert all slots to float32 and back at every pass."""
     rng, start = np.random.default_rng(0), np.array([0, 9, 64 - count, 65 - count], np.int32)
     for axis in (2, 3):
         shape = [4, 2, 4, 4]
@@ -240,7 +240,7 @@ def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
         new = rng.normal(size=shape).astype(jnp.dtype(dtype))
         new[0, 0, 0, 0] = np.nan
         expected = np.moveaxis(whole.copy(), axis, 1)
-        for row, at in enumerate(start[:-1]):  # the last one does not fit, so that nothing of it is written
+        for row, at in enumerate(start[:-1]):  # the last one does not fit, so none of it is written
             expected[row, at : at + count] = np.moveaxis(new, axis, 1)[row]
         compiled = jax.jit(functools.partial(write, axis=axis)).lower(whole, new, start).compile()
         found = np.asarray(compiled(whole, new, start))
@@ -249,7 +249,7 @@ def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
 
 
 def test_slots_are_copied_from_row_to_row():
-    """Blocks that reach beyond the end are the last ones; nothing else changes."""
+    """A block that reaches beyond the end is replaced by the last block; nothing else changes."""
     rng = np.random.default_rng(0)
     keys, values = rng.normal(size=(3, 2, 4, 10)), rng.normal(size=(3, 2, 10, 4))
     for at, first in ((0, 0), (4, 4), (8, 6)):
@@ -263,7 +263,7 @@ def test_slots_are_copied_from_row_to_row():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_batch_that_is_some_rows_of_a_cache(dtype):
-    """Read, branch, move a path, append: as with a cache of its own, bit for bit, and the other rows stay."""
+    """Reading, branching, moving a path and appending match a separate cache bit for bit; other rows stay the same."""
     rng, rows, start = np.random.default_rng(0), np.array([2, 0], np.int32), np.array([5, 9], np.int32)
     target = jax.tree.map(lambda leaf: leaf.astype(dtype), toys.tiny_llama(0, 2))
     full = target.new_cache(4, 32)

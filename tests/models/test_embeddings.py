@@ -1,4 +1,4 @@
-"""Vectors that the target reads in place of tokens: what it makes of them reaches the drafter, and nothing else."""
+"""Vectors that the target reads in place of tokens: their hidden states reach the drafter and nothing else."""
 
 import dataclasses
 import functools
@@ -21,15 +21,15 @@ from support.embeddings import TARGET, longer_vocabulary
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 V, AHEAD = 8, 2
-# A chain of two guesses, and behind the last token and each of them two vectors in a row.
+# A chain of two draft tokens, with two consecutive vectors after the last token and after each draft token.
 TREE = Tree((0, 1, 0, 3, 1, 5, 2, 7))
-NODES = np.array([[3, 4], [5, 6], [7, 8]])  # the vectors behind each node of the chain
+NODES = np.array([[3, 4], [5, 6], [7, 8]])  # the vectors after each node of the chain
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
 @dataclasses.dataclass(frozen=True)
 class LookAhead:
-    """Guesses what the target made of its look-ahead embeddings behind the last accepted token (PaSS)."""
+    """A drafter that drafts what the target predicts at look-ahead embeddings after the last accepted token (PaSS)."""
 
     embeddings: jax.Array
     foreign: int = V  # the first id of the vectors
@@ -56,7 +56,7 @@ class LookAhead:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["embeddings"], meta_fields=["foreign"])
 @dataclasses.dataclass(frozen=True)
 class Chain(LookAhead):
-    """One that claims its vectors to be guesses."""
+    """A drafter that wrongly marks its vectors as draft tokens."""
 
     tree = None
 
@@ -73,7 +73,10 @@ def drafter(seed=0, **options):
 
 
 def test_what_the_target_makes_of_them_is_told(prompts):
-    """Of a model whose vocabulary has them, read afresh: behind every text that a round leaves but its last token."""
+    """The drafter gets the vectors' hidden states as in a fresh pass over each round's text without its last token.
+
+    The fresh pass uses a model whose vocabulary includes the vectors.
+    """
     one, length = drafter(), as_draft_length(TREE.max_depth)
     tokens, lengths, keys = prompts([5, 1, 3], vocab_size=V)
     tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
@@ -87,7 +90,7 @@ def test_what_the_target_makes_of_them_is_told(prompts):
         state, new = decode(state)
         kept += int(new.accepted.sum())
         for row in range(3):
-            end = int(before[row]) + int(new.accepted[row])  # the text with what was accepted, without the token behind
+            end = int(before[row]) + int(new.accepted[row])  # the text with the accepted tokens, without the next one
             text = np.append(np.array(state.tokens[row, :end]), [V, V + 1])
             whole = np.array(read(jnp.asarray(np.pad(text, (0, 40 - text.size)))[None]))
             np.testing.assert_allclose(state.drafter[1][row], whole[0, end : end + 2], atol=1e-5)
@@ -96,7 +99,7 @@ def test_what_the_target_makes_of_them_is_told(prompts):
 
 @pytest.mark.parametrize("how", ["float32", "int8", "bfloat16"])
 def test_texts_are_those_without(prompts, how):
-    """Under "coupled", with penalties: what stands at those nodes is no token."""
+    """Under "coupled" with penalties, output equals plain decoding's, because the vectors' nodes are not tokens."""
     batch = prompts([4, 2], vocab_size=V)
     model = jspec.quantize(TARGET) if how == "int8" else toys.tiny_llama(0, 2)
     if how == "bfloat16":
@@ -136,7 +139,7 @@ def test_what_stands_behind_the_guesses_must_be_read(prompts):
 
 @pytest.mark.parametrize(("checks", "error"), [(False, ValueError), (True, jax.errors.JaxRuntimeError)])
 def test_vectors_are_no_guesses(prompts, checks, error):
-    """Whoever says that they are hears of it, in debug mode as well."""
+    """A drafter that marks vectors as draft tokens raises an error, in debug mode as well."""
     with jax.enable_checks(checks), pytest.raises(error, match="outside the vocabulary of 8 tokens"):
         out = jspec.speculative_generate(
             TARGET,
@@ -155,7 +158,7 @@ def test_a_target_that_cannot_read_them(prompts):
 
 
 def test_ids_beyond_them_are_read_as_some_token(prompts):
-    """They were no guess, so the text is what it was."""
+    """Ids beyond the vectors leave the output unchanged, because they are not draft tokens."""
     batch = prompts([4], vocab_size=V)
     with jax.enable_checks(True):
         out = jspec.speculative_generate(TARGET, drafter(foreign=V + 1), *batch, max_new_tokens=8, accept="coupled")

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2, Qwen3 and yarn: logits and greedy text are those of transformers; what is not built is refused."""
+"""Mistral, Qwen2, Qwen3 and yarn: logits and greedy output match transformers; unsupported configs are rejected."""
 
 import dataclasses
 import json
@@ -102,7 +102,7 @@ def test_a_text_may_be_as_long_as_the_window(tmp_path):
 
 
 def yarn_sections():
-    """Random ones, with each optional field now and then."""
+    """Yield random yarn sections, each with some of the optional fields, and head sizes."""
     rng = np.random.default_rng(5)
     for _ in range(200):
         section = {
@@ -147,7 +147,7 @@ def test_frequencies_and_scale_of_yarn_are_those_of_transformers(report):
 
 # ---- config.json
 
-# As published, but for the sizes.
+# Configs as published, except for the sizes.
 SHRUNK = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -240,7 +240,7 @@ LEFT_OUT = {
 
 
 def check_against_transformers(raw, folder):
-    """Every field that both have; `raw` as transformers reads it from disk."""
+    """Compare every field that both configs have, with `raw` as transformers reads it from disk; return our config."""
     transformers = pytest.importorskip("transformers")
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     ours, theirs = parse_config(raw), transformers.AutoConfig.from_pretrained(folder)
@@ -248,7 +248,7 @@ def check_against_transformers(raw, folder):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
     assert (ours.rope.theta, ours.rope.kind) == tuple(theirs.rope_parameters[f"rope_{x}"] for x in ("theta", "type"))
-    if ours.rope.kind != "yarn":  # transformers knows no limit then
+    if ours.rope.kind != "yarn":  # transformers then has no limit
         assert ours.max_position_embeddings == min(theirs.max_position_embeddings, theirs.sliding_window or 10**9)
     return ours
 
@@ -270,7 +270,7 @@ def test_what_is_left_out_is_what_transformers_takes(family, tmp_path):
 
 
 def test_null_key_value_heads_are_as_many_as_heads(tmp_path):
-    for family in ("qwen2", "qwen3"):  # transformers refuses it in Mistral
+    for family in ("qwen2", "qwen3"):  # transformers rejects it in Mistral
         check_against_transformers(raw_config(**SHAPES[family] | {"num_key_value_heads": None}), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""float16 is refused for a model whose activations would not fit into it."""
+"""float16 is rejected for a model whose activations would not fit into it."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from support.checkpoints import raw_config, tensors, write
 
 
 def half(scale=1.0):
-    """A toy in float16, in one of whose layers two matrices are `scale` times as large."""
+    """Return a float16 toy model with two matrices of one layer multiplied by `scale`."""
     model = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), toys.tiny_llama(0))
     for linear in (model.layers[1].mlp.gate_up_proj, model.layers[1].mlp.down_proj):
         linear.weight.set_value((linear.weight[...].astype(jnp.float32) * scale).astype(jnp.float16))
@@ -20,7 +20,7 @@ def half(scale=1.0):
 
 
 def test_what_a_pass_computes_is_what_is_looked_at(report):
-    """The last output is the hidden state of a pass in float32, whose numbers the bound is held to."""
+    """The last output is the hidden state of a float32 pass, and the bound applies to that pass's values."""
     model = half()
     found = dict(activations(model))
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model)

@@ -1,4 +1,4 @@
-"""The kernels, interpreted, against XLA's forms of them and float64 oracles; and which programs have them."""
+"""Interpreted kernels compared with XLA's versions and float64 oracles, and which programs use the kernels."""
 
 import functools
 import re
@@ -38,7 +38,7 @@ def _by_head(mixed, size):
 
 @pytest.mark.parametrize("name", by_default(CASES, ("an empty cache", "ratio 4", "eight shares")))
 def test_the_kernel_computes_what_xla_does(name, report):
-    """The same caches bit for bit, and results no further from the truth."""
+    """Caches equal XLA's bit for bit, and results are about as close to the exact values."""
     arguments = attention_arguments(*CASES[name])
     qkv, tables, *_, positions, sizes = arguments
     mixed, keys, values = KERNEL(*arguments)
@@ -56,7 +56,7 @@ def test_the_kernel_computes_what_xla_does(name, report):
 
 @pytest.mark.parametrize("name", ["ratio 3", "eight shares"])
 def test_what_no_query_sees_does_not_matter(name):
-    """NaN in every slot behind the new tokens, and in those that they are about to take."""
+    """NaN in the slots that the new tokens take, and in every slot after them, changes no output."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(*CASES[name])
     behind = jnp.arange(keys.shape[3]) >= positions[:, :1]
     clean = KERNEL(qkv, tables, keys, values, positions, sizes)
@@ -71,7 +71,7 @@ def test_what_no_query_sees_does_not_matter(name):
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_reaches_who_sees_it_and_nobody_else(broken):
-    """Its group, from its token on; in the pass that writes it, in the next, and no longer once it is overwritten."""
+    """A non-finite value affects only its group, from its token on, in this pass and the next, until overwritten."""
     clean = attention_arguments(*CASES["ratio 3"])
     qkv, tables, keys, _, positions, sizes = clean
     heads, groups, size = sizes
@@ -108,7 +108,7 @@ def test_tokens_that_do_not_fit_are_dropped():
 
 
 def test_passes_in_a_loop_build_one_cache():
-    """Three passes of two tokens under `lax.while_loop`, from one cache to the next."""
+    """Three passes of two tokens under `lax.while_loop` carry one cache and match XLA's version."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(3, 2, 4, 1, 64, 64, [0, 5, 40])
 
     def run(form):
@@ -160,7 +160,7 @@ def test_the_norm_kernel_computes_what_xla_does(name, report):
     stream, normed = project_add_norm(x, mixed, weight, gamma, eps=1e-5, interpret=True)
     added = jnp.asarray(np.asarray(mixed, np.float64) @ np.asarray(weight, np.float64), jnp.bfloat16)
     _, of_xla = _project_add_norm(x, mixed, weight, gamma, 1e-5)
-    np.testing.assert_allclose(np.float64(stream), np.float64(x + added), rtol=2**-7, atol=2**-6)  # summed otherwise
+    np.testing.assert_allclose(np.float64(stream), np.float64(x + added), rtol=2**-7, atol=2**-6)  # other sum order
     exact = exact_norm(stream, gamma, 1e-5)
     errors = [np.abs(np.float64(form) - exact).max() for form in (normed, of_xla)]
     report(max_error=f"{errors[0]:.1e}", of_xla=f"{errors[1]:.1e}")
@@ -183,7 +183,7 @@ def _choose(*arguments):
 
 
 def _shapes(batch=2, steps=3, heads=6, size=64, dtype=jnp.bfloat16):
-    """What `_choose` takes, of shapes."""
+    """Return the arguments of `_choose` as shapes."""
     table = jax.ShapeDtypeStruct((batch, 1, steps, size // 2), jnp.float32)
     shapes = (batch, steps, (heads + 4) * size), (batch, 2, size, 40), (batch, 2, 40, size)
     qkv, keys, values = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
@@ -212,8 +212,8 @@ def test_what_has_the_kernel():
 
 
 def test_several_devices_have_it_under_shard_map_alone():
-    """There a cache that begins the same on every device is written differently on each."""
-    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))  # as the program sees it, see `on_any_mesh`
+    """Under `shard_map`, a cache that starts the same on every device is written differently on each."""
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))  # as the program sees it; see `on_any_mesh`
     rows = NamedSharding(mesh, P("data"))
     divided = [jax.tree.map(lambda leaf: leaf.update(sharding=rows), part) for part in _shapes()]
     assert not _has_kernel(_choose, divided)
@@ -236,7 +236,7 @@ def test_a_gpu_without_triton_has_xla_form(monkeypatch):
 
     assert has_kernel("8.0") and not has_kernel("7.5") and not has_kernel("8.6", "7.5")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert weights.default_dtype() == jnp.float16  # of the last two
+    assert weights.default_dtype() == jnp.float16  # for the last two devices
     has_kernel("9.0")
     assert weights.default_dtype() == jnp.bfloat16
 
@@ -272,7 +272,7 @@ def test_pallas_is_imported_by_those_who_need_it():
 
 
 def test_transformations_have_xlas_form():
-    """Not jitted, under `jax.grad` and under `jax.vmap`."""
+    """XLA's version is used without `jax.jit`, under `jax.grad`, and under `jax.vmap`."""
     qkv, *others, sizes = attention_arguments(*CASES["one token"])
 
     def chosen(qkv):

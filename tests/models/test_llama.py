@@ -1,4 +1,4 @@
-"""The forward pass against transformers, through a saved checkpoint, and the cache against no cache."""
+"""The forward pass matches transformers through a saved checkpoint, and the cache matches a pass without one."""
 
 import json
 
@@ -12,7 +12,7 @@ import jspec
 from convert import RopeConfig
 from jspec.models import layers
 
-# Positions of the longest row: past the original context of the llama3 rope below, so that all its branches matter.
+# The longest row exceeds the original context of the llama3 rope below, so that all branches of the rope matter.
 LENGTHS = np.array([48, 1, 17, 33])
 SMALL = {
     "vocab_size": 101,
@@ -50,7 +50,7 @@ LEGACY = ("theta", "linear", "llama3", "grouped")
 
 
 def _hf_model(**changes):
-    """A transformers Llama whose norms and biases are random too, so that none can be left out unnoticed."""
+    """Return a transformers Llama whose norms and biases are also random, so that leaving one out is noticed."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def _tokens(vocab_size=SMALL["vocab_size"]):
 
 
 def _spell_as_before_transformers_5(directory):
-    """Rewrite config.json with `rope_theta` and `rope_scaling`, as checkpoints of 2023 to 2025 have it."""
+    """Rewrite config.json with `rope_theta` and `rope_scaling`, as in checkpoints from 2023 to 2025."""
     path = directory / "config.json"
     raw = json.loads(path.read_text())
     rope = raw.pop("rope_parameters")
@@ -88,7 +88,7 @@ def _spell_as_before_transformers_5(directory):
 
 
 def _compare(report, logits, expected):
-    """Both over the real positions of a right-padded batch."""
+    """Compare both arrays over the real positions of a right-padded batch."""
     real = np.arange(LENGTHS.max()) < LENGTHS[:, None]
     logits, expected = np.asarray(logits)[real], expected[real]
     difference = np.abs(logits - expected).max()
@@ -123,7 +123,7 @@ def test_the_older_spelling_of_the_config_means_the_same_model(name, tmp_path):
 
 
 def test_padding_that_transformers_masks_changes_nothing(tmp_path, report):
-    """The same ragged batch, given to transformers with an attention mask."""
+    """Logits match those of transformers for the same ragged batch with an attention mask."""
     torch = pytest.importorskip("torch")
     model = _hf_model()
     model.save_pretrained(tmp_path)
@@ -135,7 +135,7 @@ def test_padding_that_transformers_masks_changes_nothing(tmp_path, report):
 
 
 def test_the_cache_gives_what_the_whole_text_gives(toy, report):
-    """Fed in pieces, from a different position in each row, as in decoding."""
+    """A cache fed in pieces, from a different position in each row as in decoding, gives the full pass's logits."""
     model = toy(0, num_hidden_layers=2, rope=RopeConfig(theta=100.0))
     tokens = _tokens(61)
     whole = np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, tokens))
@@ -161,13 +161,13 @@ def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(tmp_path):
     logits = jax.jit(lambda model, tokens: model(tokens))(loaded, _tokens())
     expected = _hf_logits(model, _tokens())
     assert logits.dtype == jnp.float32
-    # Eight bits of mantissa through two layers: a rough agreement, where a mistaken dtype gives none.
+    # Eight mantissa bits through two layers give rough agreement; a wrong dtype would give none.
     assert np.abs(np.asarray(logits) - expected).mean() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 2)])
 def test_a_product_in_bfloat16_is_rounded_once(shape):
-    """And so are its gradients; of a float32 result nothing is rounded."""
+    """The product and its gradients are each rounded once; a float32 result is not rounded."""
     rng = np.random.default_rng(0)
     x, given = (jnp.asarray(rng.normal(size=(*shape, size)), jnp.bfloat16) for size in (24, 40))
     linear = layers.Linear(24, 40, False, jnp.bfloat16, nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Without sampling parameters a model's own are used: read, kept, and merged field by field where some are given."""
+"""A model's own sampling parameters are read, saved, used by default, and merged field by field with given ones."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def test_what_is_read(generation, values):
 
 
 def test_a_config_recommends_only_without_a_generation_config(tmp_path):
-    """As transformers has it, which once wrote these fields there."""
+    """Fields in config.json count only without a generation config, as in transformers, which once wrote them there."""
     (tmp_path / "config.json").write_text(json.dumps(raw_config(temperature=0.3, do_sample=True, pad_token_id=-1)))
     assert convert.read_config(tmp_path).sampling == SamplingDefaults(temperature=0.3)
     (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": 3}))
@@ -135,7 +135,7 @@ def test_a_gguf_file_recommends_too(tmp_path):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """``target(generation)``: a model with that generation_config.json."""
+    """Return ``target(generation)``, which loads a model with that generation_config.json."""
     folders = tmp_path_factory.mktemp("models")
     return lambda generation: jspec.load(written(folders / str(len(list(folders.iterdir()))), generation))
 
@@ -152,7 +152,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("generation", "same"), SETTINGS)
 def test_texts_are_those_of_the_models_own_sampling(target, generation, same):
-    """The target's defaults are used, whatever the draft recommends; explicit parameters replace them all."""
+    """The target's defaults are used and the draft's are ignored; explicit parameters replace all defaults."""
     model, draft = target(generation), target({"temperature": 0.01, "repetition_penalty": 5})
     words = (model, draft, TOKENIZER, ["the thing", "in a"])
     options = {"max_new_tokens": 12, "seed": 3, "accept": "coupled"}

@@ -1,4 +1,4 @@
-"""int8 weights: the rounding itself, the forward pass, loading, and the law of texts with an int8 draft or target."""
+"""int8 weights: rounding, the forward pass, loading, and the output distribution with an int8 draft or target."""
 
 import gc
 
@@ -35,13 +35,13 @@ def _copy(model):
 
 
 def _parts(module):
-    """The int8 weight and the scale, as NumPy arrays."""
+    """Return the int8 weight and the scale as NumPy arrays."""
     assert module.scale is not None
     return np.asarray(module.weight[...]), np.asarray(module.scale[...])
 
 
 def _dequantised(quantised, like):
-    """The Llama `like` with float32 weights that are those of `quantised`, multiplied out."""
+    """Return a copy of the Llama `like` with the float32 weights that `quantised` represents."""
     twin = _copy(like)
     for name, module in matrices(twin).items():
         rounded, scale = _parts(matrices(quantised)[name])
@@ -58,7 +58,7 @@ def _assert_same(first, second):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_is_that_of_the_oracle(toy, dtype, report):
-    """In float64 NumPy; with a column of zeros, one too small to divide by, and one of an outlier among small ones."""
+    """Rounding matches float64 NumPy, even for a zero column, one too small to divide by, and one with an outlier."""
     model = jax.tree.map(lambda leaf: leaf.astype(dtype), toy(0, num_hidden_layers=2))
     odd = model.layers[1].mlp.down_proj
     columns = odd.weight[...].at[:, 0].set(0).at[:, 1].set(1e-37).at[:, 2].multiply(1e-4).at[5, 2].set(-300)
@@ -131,7 +131,7 @@ def test_float16_does_not_overflow_before_the_scale():
     np.testing.assert_allclose(np.asarray(y, np.float32), 102.4, rtol=1e-3)
 
 
-# The law of three tokens after each of three prompts, with the int8 form of a model related to the target as the draft.
+# The joint distribution of three tokens after each of three prompts; the draft is an int8 model close to the target.
 LAW_PROMPTS, LAW_SETTINGS = ((5,), (2, 7), (1, 4, 4, 0, 6, 3, 2)), ({}, {"temperature": 0.5, "top_p": 0.9}, {})
 
 
@@ -267,7 +267,7 @@ def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilation
 
 
 def test_on_a_tpu_a_tokens_numbers_lie_side_by_side(monkeypatch):
-    """As its programs read them; otherwise each call would begin with a copy."""
+    """Weights have the layout that TPU programs read; otherwise each call would start with a copy."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     path = PAIR / "draft"
     model = jspec.load(path, "float32")

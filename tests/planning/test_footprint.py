@@ -1,4 +1,4 @@
-"""Bytes of weights, caches and temporaries: against real models' arrays, and XLA's own account of memory."""
+"""Planned bytes of weights, caches and temporaries match real models' arrays and XLA's memory analysis."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def test_weights_and_caches_are_those_of_a_model(details, quantized):
     model = jspec.quantize(model) if quantized else model
     weights = Weights(model.config, 4, quantized)
     assert weights.bytes == nbytes(nnx.state(model))
-    assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is another matrix
+    assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is a separate matrix
     assert weights.cache_bytes(3, 64) == nbytes(model.new_cache(3, 64))
 
 
@@ -74,7 +74,7 @@ SHAPED = {
 
 @pytest.mark.parametrize("name", by_default(SHAPED, ("MLP",)))
 def test_temporaries_are_within_a_factor_of_two_of_what_xla_allocates(name, report):
-    """On CPU in float32; tests/core/test_devices.py has those of GPUs."""
+    """This test covers float32 on CPU; tests/core/test_devices.py covers GPUs."""
     target, draft, (batch, width, new, k) = SHAPED[name]
     models = tuple(Weights(config, 4) for config in (target, draft) if config)
     made = [abstract.model(config, "float32") for config in (target, draft or target)]
@@ -82,7 +82,7 @@ def test_temporaries_are_within_a_factor_of_two_of_what_xla_allocates(name, repo
     planned = footprint.footprint(models, batch, width + new, width, k)
     allocated = program.memory_analysis().temp_size_in_bytes - planned.caches
     report(planned=planned.temporaries, allocated=allocated)
-    assert allocated > planned.caches  # else this says nothing
+    assert allocated > planned.caches  # otherwise the comparison proves nothing
     assert allocated / 2 <= planned.temporaries <= 2 * allocated
 
 

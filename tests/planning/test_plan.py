@@ -1,4 +1,4 @@
-"""What `jspec.plan` predicts: against formulas written out, published figures, and where it must end."""
+"""Predictions of `jspec.plan` match explicit formulas, published figures, and limiting cases."""
 
 import dataclasses
 import functools
@@ -55,7 +55,10 @@ def test_a_device_like_another_is_not_taken_for_it(monkeypatch, kind):
 
 
 def oracle(target, draft, device, batch, length, acceptance, quantized):
-    """Seconds of plain decoding and of rounds of 1..16, and their tokens, each pass and kernel counted out."""
+    """Return the seconds of plain decoding, and the seconds and tokens of rounds with 1..16 draft tokens.
+
+    Every pass and every kernel is counted.
+    """
 
     def one_pass(config: LlamaConfig, int8, rows, k):
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -94,7 +97,7 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
     [("h100", 1, 4096, 0.8), ("t4", 3, 700, 0.35), ("v5e", 1, 33, 1.0), ("l4", 64, 512, 0.9), ("a100", 200, 90, 0.6)],
 )
 def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
-    """Of shapes that wait for memory and of such that wait for products."""
+    """Predicted seconds equal the counted ones for memory-bound and compute-bound shapes."""
     device = devices.DEVICES[name]
     options = {"batch": batch, "length": length, "acceptance": acceptance, "quantize": "int8" if quantized else None}
     found = jspec.plan(BIG, SMALL, device=name, **options)
@@ -109,7 +112,7 @@ def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
 
 
 def test_published_bounds():
-    """At 4.3 TB/s, which an H200 reaches, without launches."""
+    """The plan gives the published bounds at 4.3 TB/s, which an H200 reaches, without launch costs."""
     device = dataclasses.replace(devices.DEVICES["h200"], bandwidth=4.3e12, bandwidth_share=1.0, launch=0.0)
     found = jspec.plan(BIG, SMALL, device=device, length=512, acceptance=0.8)
     seconds = roofline.pass_seconds(Weights(BIG, 2), device, 1, 1, 512)
@@ -160,7 +163,7 @@ TINY_DRAFT = dataclasses.replace(SMALL, hidden_size=64, intermediate_size=64, nu
 
 @pytest.mark.parametrize("acceptance", [0.5, 1.0])
 def test_a_draft_as_large_as_the_target_does_not_pay(acceptance):
-    """At 1 it ties, but for rounding."""
+    """At an acceptance rate of 1, the draft ties with plain decoding except for rounding."""
     device = dataclasses.replace(H100, launch=0.0)
     found = jspec.plan(BIG, BIG, device=device, acceptance=acceptance, length=470)
     assert found.draft.best == 0
@@ -171,7 +174,7 @@ def test_a_draft_as_large_as_the_target_does_not_pay(acceptance):
 def test_a_free_draft_goes_all_the_way():
     found = jspec.plan(BIG, TINY_DRAFT, device=dataclasses.replace(H100, launch=0.0), acceptance=1.0, length=470)
     assert found.draft.best == 16 and found.draft.speedup == pytest.approx(17, rel=0.05)
-    assert found.verdict == planning.SPECULATE  # int8 gains less than 5 % of what is free
+    assert found.verdict == planning.SPECULATE  # int8 gains less than 5 % on a draft that is free
 
 
 def test_a_draft_is_quantised_where_that_is_worth_it():
@@ -216,13 +219,13 @@ def test_the_largest_that_fits():
     assert found.verdict == planning.NO_ROOM and 1 < found.largest_batch < 64 and 1 < found.largest_length < 512
     few, many = (make(batch=found.largest_batch + more, length=2048, prompt=512) for more in (0, 1))
     assert few.draft.fits and not many.draft.fits
-    # Of shorter texts prompts are shorter, too.
+    # Shorter sequences have shorter prompts, too.
     short, long = (make(batch=64, length=length, prompt=length) for length in found.largest_length + np.arange(2))
     assert short.draft.fits and not long.draft.fits
     assert jspec.plan(BIG, SMALL, device=holding(8e9)).largest_batch == 0
 
 
-# What may be given.
+# Valid and invalid arguments.
 
 
 def test_sources_are_read_by_their_configurations(tmp_path, monkeypatch):
@@ -237,7 +240,7 @@ def test_sources_are_read_by_their_configurations(tmp_path, monkeypatch):
     expected = jspec.plan(target.config, draft.config, device="h100")
     assert jspec.plan(target, draft, device="h100") == expected
     assert jspec.plan(*folders, device="h100") == jspec.plan(*map(str, folders), device="h100") == expected
-    assert expected.length == target.config.max_position_embeddings  # no 4096
+    assert expected.length == target.config.max_position_embeddings  # not 4096
     assert jspec.plan(target, jspec.quantize(draft), device="h100").draft == expected.int8
     json.dumps(dataclasses.asdict(expected), allow_nan=False)
 

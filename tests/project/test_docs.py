@@ -1,4 +1,4 @@
-"""README and docs/: Python blocks run, commands parse, links lead somewhere, every public name is described."""
+"""README and docs/: Python blocks run, commands parse, links resolve, and every public name is described."""
 
 import html
 import importlib.util
@@ -21,7 +21,7 @@ PAGES = {
     str(file.relative_to(ROOT)): file.read_text(encoding="utf-8")
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Run by test_sharding.py, on several devices, and by test_drafters.py.
+# Pages that test_sharding.py runs on several devices, and that test_drafters.py runs.
 ELSEWHERE = {"docs/sharding.md", "docs/drafters.md"}
 COMMANDS = {"jspec": app, "python -m bench": bench.__main__.app}
 HOME = r"https://(?:github|raw\.githubusercontent)\.com/jspec-project/jspec/(?:(?:blob|tree)/)?main/"
@@ -33,10 +33,10 @@ def blocks(page, language):
 
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
-    """What the pages load from elsewhere: the bundled pair for models of the hub, one layer for SmolLM2."""
+    """Replace the models that pages download: the bundled pair for hub models, a one-layer model for SmolLM2."""
     tiny, _ = gguf_files.model(tmp_path / "tiny.gguf", num_hidden_layers=1)
     monkeypatch.setattr("convert.hub_names.find", lambda name: tiny)
-    monkeypatch.setattr("jspec.bundled.pretrained.head_of", lambda name: None)  # the head knows all layers
+    monkeypatch.setattr("jspec.bundled.pretrained.head_of", lambda name: None)  # the head expects all layers
     monkeypatch.setattr(
         "convert.source._download", lambda repo_id, *_: PAIR / ("draft" if "135M" in repo_id else "target")
     )
@@ -44,14 +44,14 @@ def stand_ins(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in ELSEWHERE])
 def test_the_blocks_of_a_page_run(page, stand_ins, quick_compile):
-    """One after another, as one program."""
+    """The blocks of a page run in order as one program."""
     names = {}
     for block in blocks(page, "python"):
         exec(block, names)
 
 
 def commands():
-    """The lines of sh blocks, one command each, and what a table lists of `python -m bench`."""
+    """Yield the commands of sh blocks, one per line, and the `python -m bench` commands listed in tables."""
     for page, text in PAGES.items():
         lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
         if "| `python -m bench` ... |" in text:
@@ -64,7 +64,7 @@ def commands():
 
 @pytest.mark.parametrize("command", [*commands()])
 def test_commands_parse(command, monkeypatch, tmp_path):
-    """None is run. Their options and values are known; files that they read are there."""
+    """Every command parses with known options and valid values; the files it reads exist, and it is not run."""
     monkeypatch.chdir(tmp_path)
     for file in re.findall(r"\S+\.(?:jsonl|txt)", command):
         Path(file).touch()
@@ -79,7 +79,7 @@ def test_commands_parse(command, monkeypatch, tmp_path):
 
 
 def anchors(page):
-    """What stands behind # in links to a page."""
+    """Return the text that can follow # in links to a page."""
     titles = re.findall(r"^#+ (.+)$", PAGES[page], re.MULTILINE)
     given = re.findall(r"\{ #(\S+) \}", PAGES[page])
     return {*given, *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)}
@@ -93,7 +93,7 @@ def test_the_tests_of_the_guarantees_exist():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    """Those to files of the repository, by path or by its address."""
+    """Links to files in the repository resolve, whether they use a path or a URL."""
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for link in [*re.findall(r"\]\((\S+?)\)", text), *re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)]:
         inside = re.sub(HOME, "", link)
@@ -129,7 +129,7 @@ def test_the_citation_names_this_version():
 
 
 def test_the_picture_is_that_of_a_run(quick_compile):
-    """Its texts, in their order; what rich draws around them may change."""
+    """The committed picture has the texts of a fresh run in the same order; the frame that rich draws may differ."""
     spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
     assert spec is not None and spec.loader is not None
     picture = importlib.util.module_from_spec(spec)

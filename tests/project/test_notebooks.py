@@ -1,4 +1,4 @@
-"""What CI says of the notebooks: which outputs count as stale, and how the install cell fails. None is run here."""
+"""CI checks of the notebooks: which outputs count as stale, and how the install cell fails. None is run here."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def drawn(**data):
 
 
 def notebook(*outputs, tags=()):
-    """One code cell with `outputs`, behind a cell of text."""
+    """Return a notebook of a text cell followed by one code cell with `outputs`."""
     return {
         "cells": [
             {"cell_type": "markdown", "metadata": {}, "source": ""},
@@ -85,7 +85,7 @@ def test_joining_pieces_leaves_the_notebook_alone():
 
 @pytest.fixture
 def updated(monkeypatch, tmp_path):
-    """``updated(committed, fresh)``: what two cells, the first of which varies, show in the file after --update."""
+    """Return ``updated(committed, fresh)``, which gives two cells' outputs after --update; the first cell varies."""
 
     def made(figure, text):
         cells = notebook(printed(figure), tags=["varies"])["cells"] + notebook(printed(text))["cells"]
@@ -110,7 +110,7 @@ def updated(monkeypatch, tmp_path):
 
 
 def test_outputs_are_of_one_run(updated):
-    """Figures count as the same, but not beside another cell's of another run."""
+    """Varying figures count as unchanged, unless another cell changed; then all outputs come from the new run."""
     assert updated(["K = 4", "a"], ["K = 1", "b"]) == ["K = 1", "b"]
     assert updated(["K = 4", "a"], ["K = 1", "a"]) == ["K = 4", "a"]
 
@@ -124,19 +124,19 @@ def test_the_profile_races_the_length_it_found():
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_few_cells_are_compared_loosely(name):
-    """A cell that varies shows times or versions; texts, tokens and counts are in cells of their own."""
+    """At most half of the cells vary, which show times or versions; text, tokens and counts are in other cells."""
     cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code" and cell["outputs"]]
     loose = [cell for cell in cells if check.VARIES in cell["metadata"].get("tags", [])]
     assert len(loose) <= len(cells) / 2
 
 
 class UsageError(Exception):
-    """IPython shows its own one as its message alone, without a traceback."""
+    """A stand-in for IPython's `UsageError`, which IPython shows as its message alone, without a traceback."""
 
 
 @pytest.fixture(params=NOTEBOOKS)
 def install(monkeypatch, request):
-    """``install(jspec=None, code=0)``: the arguments of pip, which exits with `code`, if the cell finds `jspec`."""
+    """Return ``install(jspec=None, code=0)``: pip's arguments; the cell finds `jspec`, and pip exits with `code`."""
     (source,) = (
         text for cell in NOTEBOOKS[request.param]["cells"] if "Install jspec" in (text := "".join(cell["source"]))
     )

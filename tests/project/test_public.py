@@ -1,4 +1,4 @@
-"""The public names, the order of the files, and the sizes that keep them readable."""
+"""The public names, the import order of packages, and the size limits that keep files readable."""
 
 import ast
 import graphlib
@@ -15,7 +15,7 @@ import jspec
 from convert import moved
 
 ROOT = Path(jspec.__file__).parent
-# Each room imports only from those before it. Of `convert`, any part may be used by any file.
+# Each package imports only from those before it. Any file may use any part of `convert`.
 ROOMS = [
     *("core", "text", "theory", "models", "acceptance", "rules", "planning", "drafters", "lengths"),
     *("bundled", "decoding", "tuning", "engine", "generation", "training", "online", "serve", "cli"),
@@ -24,13 +24,13 @@ FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent
 
 
 def _name(path):
-    """The module's dotted name."""
+    """Return the module's dotted name."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _imports(path):
-    """Dotted names of everything a file imports, inside functions too."""
+    """Yield the dotted names of everything that a file imports, including imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -160,7 +160,7 @@ def test_files_import_only_from_those_above(path):
 
 
 def test_no_test_file_imports_another():
-    """What tests share is in tests/support."""
+    """No test file imports another, because shared code is in tests/support."""
     files = sorted((ROOT.parent / "tests").rglob("test_*.py"))
     assert len(files) > 100 and len({path.name for path in files}) == len(files)
     imported = {
@@ -175,7 +175,7 @@ def test_no_test_file_imports_another():
 
 
 def test_no_test_is_skipped_for_want_of_a_file_of_ours():
-    """`importorskip` of a helper that has moved would skip the test for good."""
+    """No test uses `importorskip` for our own modules, because a moved helper would skip the test forever."""
     ours = {path.stem for path in (ROOT.parent / "tests" / "support").glob("*.py")} | {"support", "jspec", "convert"}
     for path in (ROOT.parent / "tests").rglob("*.py"):
         names = re.findall(r"importorskip\(\"(\w+)", path.read_text(encoding="utf-8"))
@@ -187,7 +187,7 @@ def test_few_modules_are_at_the_top():
 
 
 def test_few_modules_have_one_name(report):
-    """`base` and `__init__` are called what they are everywhere."""
+    """At most five module names are reused, not counting `base` and `__init__`, which are conventional."""
     counts = Counter(path.stem for path in FILES if path.is_relative_to(ROOT))
     shared = sorted(stem for stem, count in counts.items() if count > 1 and stem not in ("__init__", "base"))
     report(shared=shared)
@@ -195,7 +195,7 @@ def test_few_modules_have_one_name(report):
 
 
 def test_no_module_imports_itself_over_others():
-    """Function-level imports count, too."""
+    """Imports form no cycle, even counting function-level imports."""
     modules = {_name(path): path for path in FILES}
     needs = {name: _modules(path, modules.keys()) for name, path in modules.items()}
     assert [*graphlib.TopologicalSorter(needs).static_order()]  # raises CycleError
@@ -209,7 +209,7 @@ def test_a_path_that_is_gone_names_the_new_one():
             "jspec.eagle",
             "jspec.prompts",
             "jspec.report",
-        ):  # which the documentation taught
+        ):  # paths that the documentation used
             assert importlib.import_module(old) is importlib.import_module(new)
             continue
         with pytest.raises(ModuleNotFoundError, match=re.escape(f"{old} has moved; import {new} instead.")):

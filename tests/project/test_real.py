@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct in 4 bits: weights, tokenizer and greedy texts are those of transformers."""
+"""A real model, SmolLM2-135M-Instruct in 4 bits: weights, tokenizer and greedy output match transformers."""
 
 import json
 
@@ -25,7 +25,7 @@ CHATS = [
     "Explain step by step how to bake bread, and why each step matters.",
 ]
 NEW = 32
-CLOSE = 1e-3  # two logits nearer than this may change places by rounding
+CLOSE = 1e-3  # rounding may swap two logits that are closer than this
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_weights_are_those_of_transformers(file, theirs):
 
 
 def random_texts(count):
-    """Any characters, runs of white space, code, special tokens."""
+    """Yield text with arbitrary characters, runs of whitespace, code and special tokens."""
     rng = np.random.default_rng(7)
     specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", " ", "\n\n", "\t", "12", "e\u0301"]
     for one in strings(count):
@@ -82,7 +82,7 @@ def test_ids_texts_and_chats_are_those_of_transformers(file, tokenizer, tmp_path
 
 
 def greedy(model, prompt):
-    """What transformers writes, and how far apart the two largest logits were at each token."""
+    """Return the tokens that transformers generates and the gap between the two largest logits at each token."""
     import torch
 
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_greedy_texts_are_those_of_transformers(file, theirs, tokenizer, report)
     for i, prompt in enumerate(prompts):
         expected, apart = greedy(theirs, prompt)
         near = np.flatnonzero(apart <= CLOSE)
-        sure = int(near[0]) if near.size else len(expected)  # from a near tie on, texts may part
+        sure = int(near[0]) if near.size else len(expected)  # outputs may differ from a near tie on
         for out in (plain, lookup):
             assert out.tokens[i, : out.lengths[i]].tolist()[:sure] == expected[:sure], CHATS[i]
         compared += sure
@@ -136,7 +136,7 @@ def test_the_command_answers(file, run, tokenizer, quick_compile):
 
 
 def test_the_head_that_travels_along_knows_its_target(file, run, report):
-    """Behind questions that it has not learned from; the text is that of plain decoding."""
+    """The bundled head saves rounds on questions that it was not trained on; its output equals plain decoding's."""
     asked = "generate", "--target", file, "--chat", *CHATS, "--json", "-n", NEW, "--seed", 1
 
     def answers(*how):

@@ -18,7 +18,7 @@ from support.servers import PROMPT
 from support.serving import alone, metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-# What differs from the usual in a request; each is asked of both APIs.
+# Changes to the usual request; each is sent to both APIs.
 KINDS = {
     "plain": {},
     "greedy": {"temperature": 0},
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def joined(chunks):
-    """By choice, what the chunks of a stream say in all: text, end, ids; and the usage."""
+    """Return the text, end and ids of each choice in a stream's chunks, and the usage."""
     found, usage = {}, None
     for chunk in chunks:
         usage = chunk.usage or usage
@@ -48,7 +48,7 @@ def joined(chunks):
 
 
 def as_joined(answer):
-    """The same of an answer that came at once."""
+    """Return the same as `joined` for an answer that is not streamed."""
     found = {
         choice.index: {
             "text": choice.message.content if hasattr(choice, "message") else choice.text,
@@ -62,7 +62,7 @@ def as_joined(answer):
 
 
 def without_cache(usage):
-    """What of it does not depend on what was asked before, and counts."""
+    """Return the token counts of `usage` that do not depend on earlier requests."""
     return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
 
 
@@ -84,7 +84,7 @@ def test_streamed_is_what_comes_at_once(api, kind, request):
 
 
 def test_a_seed_s_text_is_that_of_generate_alone(running, complete):
-    """Of every choice of every prompt; so of the same request sent again while others run."""
+    """Every choice of every prompt equals `jspec.generate`'s output, also when it is sent again while others run."""
     prompts = [PROMPT, "the", running.tokenizer("x then")["input_ids"]]
     expected = []
     for i, (prompt, _) in enumerate(itertools.product(prompts, range(2))):
@@ -136,7 +136,7 @@ def test_echo(complete):
 
 
 def test_a_prompt_that_ends_inside_a_character(running, complete):
-    """The token that completes the character gives its text, and an echo has the whole character."""
+    """The token that completes the character yields its text, and an echo contains the whole character."""
     ids = running.tokenizer("a🙂")["input_ids"]
     options = {"prompt": [ids[:-1]], "max_tokens": 1, "temperature": 0, "logit_bias": {str(ids[-1]): 100}}
     assert complete(**options).choices[0].text == "🙂"
@@ -220,7 +220,7 @@ def test_rounds_behind_the_end_do_not_count():
 
 
 def test_metrics_add_up(running, complete, chat):
-    """Exactly, over requests of many kinds."""
+    """Metrics equal the sums over the answers exactly, for requests of many kinds."""
     before, answers = metrics(running), []
     for kind, api in itertools.product(KINDS.values(), (complete, chat)):
         answers.append(as_joined(api(**kind)))
@@ -275,7 +275,7 @@ def test_a_stream_is_framed_as_openai_s(running):
 
 
 def test_a_format_that_cannot_be_kept_to_the_end(running):
-    """A parser's limits, which are met where a text begins, are the fault of what was asked for."""
+    """A format that reaches the parser's limits when decoding starts is a client error."""
     alternatives = [{"type": "array", "items": [{"const": i}], "minItems": 2} for i in range(3000)]
     body = {"model": servers.NAME, "prompt": "a", "max_tokens": 9, "seed": 1}
     body["response_format"] = {"type": "json_schema", "json_schema": {"schema": {"anyOf": alternatives}}}
@@ -294,7 +294,7 @@ def test_origins(complete):
 
 
 def test_response_formats(complete, chat):
-    """Valid, streamed or not, in every choice; the same text as ever where anything will do."""
+    """Answers are valid in every choice, streamed or not; the format "text" changes no output."""
     properties = {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "th"]}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
     asked = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}

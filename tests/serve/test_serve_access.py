@@ -1,4 +1,4 @@
-"""Which hosts a server answers to, and which pages: DNS rebinding, other sites, preflight requests."""
+"""The hosts and pages that a server answers: DNS rebinding, other sites, and preflight requests."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ PREFLIGHT = {
 
 
 def asked(headers, access=None, *, has_key=False, method="POST", path="/v1/completions"):
-    """Status, headers and JSON of an answer to these headers, which may repeat."""
+    """Return the status, headers and JSON error of the answer to these headers, which may repeat."""
     sent = []
 
     async def app(scope, receive, send):
@@ -216,7 +216,7 @@ def test_how_names_and_origins_are_written(run, sources):
 
 
 def raw(url, request):
-    """All that a server answers to these bytes."""
+    """Return everything that a server answers to these bytes."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 30) as connection:
         connection.sendall(request)
@@ -224,7 +224,7 @@ def raw(url, request):
 
 
 def test_nothing_is_computed_for_foreigners(running, monkeypatch):
-    """Over the wire, where the body has not come yet."""
+    """Foreign requests are rejected on the wire before their body arrives."""
     monkeypatch.setattr(running.server, "_enter", lambda _: pytest.fail("it went on"))
     length = b"Content-Length: 100\r\nConnection: close\r\n\r\n"
     for head in (
@@ -249,7 +249,7 @@ def test_the_page_may_use_its_server(running):
 
 @pytest.fixture(scope="module")
 def guarded(sources):
-    """A server with a key, and an origin that may use it."""
+    """Yield a server with a key and an origin that may use it."""
     with servers.running(sources, api_key="secret", access=Access(origins=("https://a.org",))) as running:
         yield running
 

@@ -1,4 +1,4 @@
-"""`jspec serve` as a process: its start, mistakes at the start, and its end."""
+"""`jspec serve` as a process: start, errors at the start, and shutdown."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def started(*options, command=("-m", "jspec", "serve")):
-    """A server process that says where it is."""
+    """Start a server process, and return it with the address that it prints."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     options = "--port", 0, "--slots", 2, "--max-length", 128, *options
     command = [sys.executable, *map(str, command), *map(str, options)]
@@ -32,13 +32,13 @@ def started(*options, command=("-m", "jspec", "serve")):
     lines = [process.stderr.readline(), process.stderr.readline()]
     ready = r"Compiling: takes minutes the first time, and seconds from the cache later\nServing here at http://127.0.0.1:\d+\n"
     if not re.fullmatch(ready, "".join(lines)):
-        process.kill()  # else the rest of what it says has no end
+        process.kill()  # otherwise reading the rest of its output never ends
         pytest.fail("".join(lines) + process.stderr.read())
     return process, lines[1].split()[-1]
 
 
 def test_sigterm_loses_nothing(sources):
-    """The command, from its start to its end; new requests are refused meanwhile, and the status is 0."""
+    """After SIGTERM, running streams finish, new requests are rejected, and the exit status is 0."""
     process, url = started(
         sources[0], "--draft", sources[1], "--name", "here", "--metrics-prefix", "vllm:", "--api-key", "secret"
     )
@@ -65,7 +65,10 @@ def test_sigterm_loses_nothing(sources):
 
 
 def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
-    """The engine is done with them long before; of what fits between server and client nothing would be lost anyway."""
+    """The server waits until clients have read streams that the engine finished long before.
+
+    The output exceeds the buffers between server and client, whose content would not be lost anyway.
+    """
     process, url = started(sources[0], "--draft", sources[1], "--name", "here")
     body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logprobs": 20, "logit_bias": {"0": -100}}
     body |= {"return_token_ids": True, "return_origins": True}
@@ -77,7 +80,7 @@ def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
             while "jspec_num_requests_running 0" not in (said := _metrics(url)) and said:
                 time.sleep(0.1)
-            time.sleep(2)  # it looks twice a second
+            time.sleep(2)  # the server checks twice a second
             ends = [line for line in (first, *lines) if '"finish_reason":"length"' in line or line == "data: [DONE]"]
         assert len(ends) == 65 and ends[-1] == "data: [DONE]"
         assert process.wait(20) == 0 and process.stderr.read() == ""
@@ -88,7 +91,7 @@ def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
 
 
 def _metrics(url):
-    """Nothing once the server takes no more connections; the last in its queue are reset."""
+    """Return the metrics, or an empty string once the server takes no connections; those still queued are reset."""
     try:
         return httpx.get(f"{url}/metrics").text
     except (httpx.NetworkError, httpx.RemoteProtocolError):
@@ -96,12 +99,12 @@ def _metrics(url):
 
 
 def test_a_second_signal_ends_it_now(sources):
-    """Without the answers that the first one would wait for, and without a word of an error."""
+    """A second signal ends the server without waiting for running answers and without an error message."""
     process, url = started(sources[0], "--draft", sources[1], "--name", "here")
     body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
     try:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()  # kept, for where it is dropped the client leaves
+            lines = answer.iter_lines()  # kept, because dropping the iterator disconnects the client
             assert next(lines)
             process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
@@ -115,7 +118,7 @@ def test_a_second_signal_ends_it_now(sources):
         process.stderr.close()
 
 
-# `jspec serve` where a thread is stuck for ever: the one that parses requests, or the engine's.
+# `jspec serve` with a thread that is stuck forever: the one that parses requests, or the engine's.
 STUCK = """
 import sys, threading
 from jspec.engine import heartbeat
@@ -149,7 +152,7 @@ def test_sigterm_ends_a_server_that_is_stuck(sources, where, stream):
         until(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == (where == "engine")  # whose thread was not joined
+        assert process.wait(60) == (where == "engine")  # 1 because the engine's thread was not joined
         assert "The remaining requests are abandoned." in process.stderr.read()
     finally:
         process.kill()
@@ -163,7 +166,7 @@ def _post(url, body):
 
 
 def test_a_loop_of_events_that_is_stuck_ends_the_process():
-    """From a signal on; nothing ends the process of a server that has ended."""
+    """After a signal, a stuck event loop ends the process; once the server has ended, nothing ends the process."""
     code = """
 import queue, sys, threading, time
 from jspec.serve.run import _watch
@@ -200,7 +203,7 @@ def test_a_second_start_compiles_nothing(sources, tmp_path):
 
 
 def test_a_second_server_fails_at_once(sources, tmp_path, run):
-    """Also while the first one still compiles, when clients are refused; and nobody waits for the first one's end."""
+    """The second server fails even while the first compiles and refuses clients; the port is free once that ends."""
     first = bound("127.0.0.1", 0)
     port = first.getsockname()[1]
     with pytest.raises(OSError, match="in use"):
@@ -209,10 +212,10 @@ def test_a_second_server_fails_at_once(sources, tmp_path, run):
         socket.create_connection(("127.0.0.1", port))
     code, _, error = run("serve", sources[0], "--port", port)
     assert code == 2 and "Address already in use" in error
-    first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run` does
+    first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like `run`
     first.listen()
     with socket.create_connection(("127.0.0.1", port)) as client:
-        first.accept()[0].close()  # the server's end lingers from here on
+        first.accept()[0].close()  # from here on, the server's end of the connection lingers
         assert client.recv(1) == b""
     first.close()
     bound("127.0.0.1", port).close()

@@ -1,4 +1,4 @@
-"""Connections that keep a server waiting: idle ones, half-sent heads, crowds of both, and what is not HTTP."""
+"""Connections that keep a server waiting: idle ones, half-sent heads, crowds of both, and input that is not HTTP."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture(scope="module")
 def hasty(sources):
-    """A server that waits for no more than a second."""
+    """Yield a server that waits at most one second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "_HEAD", 1.0)
         with servers.running(sources, keep_alive=1) as running:
@@ -36,7 +36,7 @@ def hasty(sources):
 
 
 def opened(running):
-    """A bare connection."""
+    """Open a bare connection."""
     host, port = running.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), 60)
 
@@ -65,7 +65,7 @@ def test_a_head_that_trickles_is_cut_off(hasty):
 
 
 def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty):
-    """Its answer came before it was sent, and every byte of it would be a sign of life."""
+    """The answer comes before the body is sent, so the body's bytes must not keep the connection alive."""
     with opened(hasty) as connection, pytest.raises(OSError):
         connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
         for _ in range(600):
@@ -75,7 +75,7 @@ def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty):
 
 @pytest.mark.parametrize("path", ["metrics", "v1/models"])
 def test_who_does_not_read_is_cut_off(hasty, monkeypatch, path):
-    """Answers that are small each fill every buffer if there are many."""
+    """A client that never reads is disconnected, because even small answers fill every buffer if there are many."""
     monkeypatch.setattr(connections, "_TAKE", 1.0)
     with opened(hasty) as connection, pytest.raises(ConnectionError):
         for _ in range(100_000):
@@ -83,21 +83,21 @@ def test_who_does_not_read_is_cut_off(hasty, monkeypatch, path):
 
 
 def test_who_does_not_read_makes_room(hasty):
-    """A new client is answered, though every connection has a request that runs."""
+    """A new client is answered even if every connection has a running request."""
     requests = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10
     with opened(hasty) as connection:
         connection.settimeout(2)
         with contextlib.suppress(TimeoutError):
             while True:
                 connection.sendall(requests)
-        # isinstance would read `__class__`, at which some objects of PyTorch warn.
+        # Do not use isinstance: it reads `__class__`, and some PyTorch objects then warn.
         kept = [one for one in gc.get_objects() if type(one) is connections.Connection]
         unread = [one for one in kept if one.cycle is not None and not one.cycle.response_complete]
         assert unread and all(one.is_waiting for one in unread)
 
 
 def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):
-    """Neither a stream nor a whole answer that takes longer than a client may be idle."""
+    """A stream or a whole answer may take longer than a client may be idle."""
     decode_rounds = hasty.engine.device.decode_rounds
     monkeypatch.setattr(
         hasty.engine.device, "decode_rounds", lambda *given: (time.sleep(0.3), decode_rounds(*given))[1]
@@ -110,9 +110,9 @@ def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):
 def test_connections_are_used_again(hasty):
     with httpx.Client(base_url=hasty.url) as client:
         for _ in range(5):
-            time.sleep(0.3)  # more than a second in all
+            time.sleep(0.3)  # more than a second in total
             assert client.get("/health").status_code == 200
-    with opened(hasty) as connection:  # a pipeline
+    with opened(hasty) as connection:  # pipelined requests
         connection.sendall((HEALTH + b"\r\n") * 5)
         assert b"".join(iter(lambda: connection.recv(65536), b"")).count(b'{"status":"ok"}') == 5
 
@@ -142,7 +142,7 @@ def test_an_upgrade_is_not_made(running, caplog):
 
 
 def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
-    """The oldest of those that have sent nothing, or half a request, or half a body; never one that is answered."""
+    """The oldest connections with no request, half a request or half a body are closed, never one being answered."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 20)
     monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
     monkeypatch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
@@ -156,7 +156,7 @@ def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
             crowd = [opened(running) for _ in range(60)]
             half_a_body = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n{"
             for connection, sent in zip(crowd, [b"", b"GET / HTTP/1.1\r\n", half_a_body] * 20, strict=True):
-                with contextlib.suppress(OSError):  # it may have made room
+                with contextlib.suppress(OSError):  # may have been closed to make room
                     connection.sendall(sent)
             assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
             text = b"".join(iter(lambda: stream.recv(65536), b""))
@@ -167,7 +167,7 @@ def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
 
 
 def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
-    """For a place, and no longer: all get their answers."""
+    """New connections wait only until a place is free, and all get their answers."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 2)
     monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
     monkeypatch.setattr("jspec.engine.engine.warm_up", lambda *_: None)
@@ -182,10 +182,10 @@ def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
 
 
 def test_a_process_without_descriptors_goes_on(running, monkeypatch, caplog):
-    """Idle connections make room, and the log says it once."""
+    """Idle connections are closed to make room, and the log says so once."""
     with opened(running) as connection:
         connection.sendall(HEALTH + b"\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")  # from here on it is idle
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")  # idle from here on
         fails, real = [OSError(errno.EMFILE, "Too many open files")] * 3, asyncio.SelectorEventLoop.sock_accept
 
         async def failing(loop, listener):
@@ -194,7 +194,7 @@ def test_a_process_without_descriptors_goes_on(running, monkeypatch, caplog):
             return await real(loop, listener)
 
         monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", failing)
-        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200  # the accept that was under way
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200  # taken by the accept in progress
         assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
         assert not fails
         assert b"HTTP" not in b"".join(iter(lambda: connection.recv(65536), b""))
@@ -211,7 +211,7 @@ def test_warnings_are_shown_seldom(caplog):
     assert len(caplog.records) == 101
 
 
-# A server of a thousand clients where there are 512 file descriptors: of an engine that is never asked.
+# A server for a thousand clients with 512 file descriptors, on an engine that receives no request.
 CROWD = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
@@ -249,7 +249,7 @@ def test_a_thousand_idle_connections(sources, report):
     )
     try:
         address = "127.0.0.1", int(process.stdout.readline())
-        ask_health(address)  # it has started
+        ask_health(address)  # the server has started
         crowd = [socket.create_connection(address, 60) for _ in range(1200)]
         for connection in crowd[-200:]:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: loc")

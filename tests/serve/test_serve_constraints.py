@@ -1,4 +1,4 @@
-"""Response formats that hang, crash or fill the library of grammars: only their own requests end."""
+"""Response formats that hang, crash or overload the grammar library end only their own requests."""
 
 import json
 import os
@@ -25,7 +25,7 @@ DEAD_END |= {"required": ["a"], "additionalProperties": False}
 
 
 def chain(count):
-    """Return a schema with a chain of $ref of this length."""
+    """Return a schema with a chain of `count` references ($ref)."""
     link = lambda i: {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i}"}}, "required": ["x"]}  # noqa: E731
     definitions = {f"d{i}": link(i + 1) for i in range(count)} | {f"d{count}": {"type": "integer"}}
     return {"$defs": definitions, "$ref": "#/$defs/d0"}
@@ -68,7 +68,7 @@ def test_what_exceeds_a_limit_is_refused_before_it_is_compiled(running, kind):
 
 @pytest.fixture
 def free_beside(running):
-    """While the test runs a free stream goes on, whose text is that of another time."""
+    """Run an unconstrained stream throughout the test, and check that its output never changes."""
     body = LONG | {"seed": 3, "stream": True}
     expected = texts_of(post(running, body).text)[0]
     stop, texts = threading.Event(), []
@@ -110,7 +110,7 @@ def test_constraints_beside_one_that_hangs_are_compiled(running, monkeypatch):
 
 
 class Planted:
-    """Compiled grammars whose processes misbehave once the text has begun."""
+    """Compiled grammars whose processes misbehave once decoding has begun."""
 
     def __init__(self, compile_, signal_):
         self.compile, self.signal = compile_, signal_
@@ -158,7 +158,7 @@ def test_the_server_of_processes_is_replaced(running):
 
 
 def test_processes_for_grammars_outlive_a_signal_to_the_whole_service(running):
-    """A supervisor sends SIGTERM to each process; the server must still answer what it has accepted."""
+    """A supervisor sends SIGTERM to each process; the server must still answer the requests that it has accepted."""
     pool = running.server._served.grammars._pool
     server, grammar = pool._server._process.pid, pool.compile("regular expression", "[a-z]{3}")
     masks = grammar()
@@ -193,7 +193,7 @@ def test_a_fork_that_fails_ends_only_its_connection(monkeypatch):
 
 
 def refusing(monkeypatch, running, kind):
-    """Let no process start: the forks fail, there are no sockets, or the server of processes does not start again."""
+    """Prevent processes from starting: forks fail, there are no sockets, or the process server cannot restart."""
     pool = running.server._served.grammars._pool
 
     def connect(_):
@@ -241,7 +241,7 @@ def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatc
         pool._server._process.kill()
         pool._server._process.wait()
     with pytest.raises(ConstraintError, match="send the request again") as error:
-        for _ in range(1000):  # its end comes soon, but not at once
+        for _ in range(1000):  # the process ends soon, but not at once
             masks.ask([], [], [])
             masks.masks()
     assert error.value.code == "constraint_failed"
@@ -250,10 +250,10 @@ def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatc
 
 
 def test_clients_that_leave_do_not_start_ever_more_processes(running, monkeypatch):
-    """A compilation that has begun keeps its place."""
+    """A compilation that has begun keeps its place even if its client leaves."""
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     pool, constraints = running.server._served.grammars._pool, running.server._constraints
-    pool.compile("regular expression", "[a-z]").close()  # another test may have ended the server of processes
+    pool.compile("regular expression", "[a-z]").close()  # another test may have stopped the process server
     server = pool._server._process.pid
     body, most = LONG | format_of(HOSTILE["names"][0]), 0
     for _ in range(20):
@@ -267,7 +267,7 @@ def test_clients_that_leave_do_not_start_ever_more_processes(running, monkeypatc
 
 
 def children():
-    """The processes that compile and follow grammars."""
+    """Return the processes that compile and follow grammars, each with its parent."""
     found = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -275,7 +275,7 @@ def children():
                 if "grammar_worker" in file.read():
                     found[int(name)] = int(stat.read().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return found
 
 
@@ -303,7 +303,7 @@ def test_no_process_is_left_behind(running, kind):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_dead_end_is_not_the_clients_fault(running, stream):
-    """The grammar lets a comma follow, after which every name has been used; another text ends before it."""
+    """The grammar lets a comma follow after which every name is used; other outputs end before the comma."""
     comma, end = (running.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ",}")
     outcomes = set()
     for seed in range(12):
@@ -322,7 +322,7 @@ def test_a_dead_end_is_not_the_clients_fault(running, stream):
 
 
 def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
-    """As many as there is room for are answered; nobody waits for ever."""
+    """Requests are answered as far as there is room, and none waits forever."""
     body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
     with asking(running, body, 8) as answers:
         found = answers()
@@ -331,7 +331,7 @@ def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
 
 
 def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
-    """The limit is CPU time, so a busy machine refuses nothing."""
+    """The limit is CPU time, so a busy machine rejects nothing."""
     assert grammar_worker._BURST < grammar_pool._MASK_SECONDS
     pool = running.server._served.grammars._pool
     grammar = pool.compile("regular expression", "[a-z]{3}")
@@ -340,7 +340,7 @@ def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
     first = masks.masks()
     assert first.shape[0] == 1 and first.any() and not np.all(first == 0xFFFFFFFF)
     grammar.close()
-    masks.ask([], [], [])  # a source outlives its grammar
+    masks.ask([], [], [])  # a mask source outlives its grammar
     np.testing.assert_array_equal(masks.masks(), first)
     masks.close()
     until(lambda: masks._answer() is None)

@@ -1,4 +1,4 @@
-"""Bodies that cannot be served: the right status, one sentence in OpenAI's shape, and nothing computed."""
+"""Bodies that cannot be served: the right status, a one-sentence error in OpenAI's format, and no computation."""
 
 import json
 import time
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(scope="module")
 def server(sources):
-    """On an engine that cannot be asked for anything."""
+    """Yield a server on an engine that accepts no request."""
     target, draft = (jspec.load(folder) for folder in sources)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "compile", lambda _: None)
@@ -44,7 +44,7 @@ def client(server):
 
 
 def refused(answer, status):
-    """The error of an answer, which is as it should be."""
+    """Check an error answer, and return its error."""
     assert answer.status_code == status, answer.text
     assert answer.json().keys() == {"error"}
     error = answer.json()["error"]
@@ -115,7 +115,7 @@ def test_sentences(client, fields, sentence):
 
 
 def test_nulls_are_as_good_as_nothing(client):
-    """Clients send them: so these fail for their last field alone."""
+    """Null fields, which clients do send, count as absent: this request fails only because of its last field."""
     nulls = dict.fromkeys(("suffix", "tools", "stop", "seed", "logit_bias", "max_tokens", "best_of", "user"))
     answer = client.post("/v1/completions", json=TEXT | nulls | {"temperature": -1})
     assert "temperature" in refused(answer, 400)["message"]
@@ -135,7 +135,7 @@ def test_other_mistakes(client):
 
 
 def test_pages_of_other_sites_need_a_key(server, client):
-    """A browser says where they are from, and sends what they like, though they may not read the answer."""
+    """Browsers name the page's site, and let pages send anything although they may not read the answer."""
     for site, status in (("cross-site", 403), ("same-origin", 400), ("none", 400)):
         answer = client.post("/v1/completions", content=b"{}", headers={"Sec-Fetch-Site": site})
         assert answer.status_code == status
@@ -146,7 +146,7 @@ def test_pages_of_other_sites_need_a_key(server, client):
 
 
 def test_many_mistakes_are_not_told_one_by_one():
-    """Of which only the first is; telling them takes seconds, in which nothing else runs."""
+    """Only the first of many mistakes is reported; reporting all takes seconds, in which nothing else runs."""
     messages = [{"role": "user", "content": [{f"x{i}": 1 for i in range(60)}] * 60}] * 1000
     with pytest.raises(ValidationError) as error:
         ChatBody.model_validate(CHAT | {"messages": messages})
@@ -157,7 +157,7 @@ def test_many_mistakes_are_not_told_one_by_one():
     "schema", [{"type": "string", "minLength": "é" * 60}, {"$ref": "#"}, {"type": "string", "pattern": "(" * 3}]
 )
 def test_what_the_parser_says_is_not_passed_on_whole(server, schema):
-    """Neither its state nor that it has failed."""
+    """The error message reveals neither the parser's state nor that the parser has failed."""
     with pytest.raises(ValueError, match=r"The schema cannot be used: .") as error:
         server._served.grammars.json_schema(schema)
     assert not any(word in str(error.value) for word in ("panic", "<state>", "<backtrace>", "unknown>"))

@@ -1,4 +1,4 @@
-"""/health: a server that is stuck, and how a heartbeat knows it."""
+"""/health: how a heartbeat detects a server that is stuck."""
 
 import threading
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.mark.parametrize("stuck", ["decode_rounds", "parse_request"])
 def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
-    """The engine in a call, or the worker that reads requests; not while they are idle, or programs compile."""
+    """Report an engine that is stuck in a call or a stuck request parser, but neither idle threads nor compilation."""
     healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
     opened, parse_request = threading.Event(), serve_job.parse_request
     if stuck == "parse_request":
@@ -26,7 +26,7 @@ def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
     assert healthy()
     with asking(running, SEEDED) as answers:
         said = "in one call for" if stuck == "decode_rounds" else "No request has been read completely"
-        # On a slow machine an earlier call may be reported first, and end before the next look.
+        # On a slow machine an earlier call may be reported first, and end before the next check.
         heard = []
         until(lambda: heard.append(httpx.get(f"{running.url}/health")) or said in heard[-1].text)
         assert (heard[-1].status_code, heard[-1].json()["error"]["code"]) == (503, "stuck")

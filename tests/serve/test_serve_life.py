@@ -1,4 +1,4 @@
-"""What goes wrong while a server runs: clients that leave, crowds, slow readers, a failing device, its end."""
+"""Failures while a server runs: clients that leave, crowds, slow readers, a failing device, and shutdown."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
-    """While it waits for the first token; others do not notice."""
+    """A client that leaves before its first token frees its slots, and other requests are unaffected."""
     before = metrics(running)["jspec_request_success_total", "abort"]
     with asking(running, SEEDED) as answers:
         until(lambda: running.server.open == 1)
@@ -40,7 +40,7 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, stream):
-    """What it sends behind its request stops the reading, but not for good."""
+    """Data sent after the request pauses reading, but not for good: the server notices that the client leaves."""
     with connected(running, LONG | {"stream": stream}, "Connection: keep-alive") as connection:
         until(lambda: running.engine.running_requests)
         time.sleep(0.2)
@@ -68,7 +68,7 @@ def test_prompts_that_are_not_read_are_not_counted(running, gate):
 
 @pytest.fixture
 def played(running, monkeypatch):
-    """A list that grows with every call of the device, of which each takes a while."""
+    """Yield a list that grows with every device call; each call is slowed down."""
     decode_rounds, calls = running.engine.device.decode_rounds, []
     monkeypatch.setattr(
         running.engine.device,
@@ -79,7 +79,7 @@ def played(running, monkeypatch):
 
 
 def test_a_client_that_leaves_in_the_middle(running, played):
-    """Its slot is free long before its text would have ended."""
+    """The slot is free long before the output would have ended."""
     whole = LONG | {"seed": 1, "max_tokens": 115}
     post(running, whole)
     until(lambda: not running.engine._loop.is_busy)
@@ -111,7 +111,7 @@ def test_a_body_of_unknown_length(running):
 
 
 def test_too_many_requests(running, gate):
-    """As many as there is room for are answered, the others at once with 429, whatever they hold."""
+    """As many requests as fit are answered; the others get a 429 at once, whatever their content."""
     room = servers.OPTIONS["slots"] + servers.WAITING
     with asking(running, SEEDED, room) as answers:
         until(lambda: running.server.open == room)
@@ -142,12 +142,12 @@ def test_choices_count_as_requests(running, gate):
 
 
 def test_a_slow_reader_disturbs_nobody(running):
-    """Who reads nothing gets the whole text when it does, and the engine is done with it long before."""
+    """A client that reads late gets the whole output, although the engine finished it long before."""
     body = LONG | {"stream": True, "seed": 1, "n": 3, "return_token_ids": True, "logprobs": 5}
     with connected(running, body) as slow:
         until(lambda: running.engine.running_requests)
         until(lambda: not running.engine.running_requests)
-        until(lambda: running.server.open == 0)  # its places are others' though it has read nothing
+        until(lambda: running.server.open == 0)  # its places are free although it has read nothing
         assert post(running, SEEDED).status_code == 200
         raw = b"".join(iter(lambda: slow.recv(65536), b""))
     pieces, rest = [], raw.partition(b"\r\n\r\n")[2]
@@ -162,7 +162,7 @@ def test_a_slow_reader_disturbs_nobody(running):
 
 @pytest.mark.parametrize("patience", [0.1, 60])
 def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
-    """Or until its client has taken none of it for too long."""
+    """An answer is unread until it is sent, or until its client has taken none of it for too long."""
     monkeypatch.setattr("jspec.serve.sse._PATIENCE", patience)
     told, sent = [], []
 
@@ -199,7 +199,7 @@ def test_a_body_that_does_not_come(running, monkeypatch):
 
 
 def test_a_failing_device(running, monkeypatch):
-    """Requests with a seed go on as if nothing had been; others end with an error, in a stream as an event."""
+    """Seeded requests continue unchanged; others end with an error, which a stream sends as an event."""
     expected = post(running, SEEDED).json()["choices"][0]["text"]
     decode_rounds, fails = running.engine.device.decode_rounds, [True, True]
 
@@ -226,7 +226,7 @@ def test_a_failing_device(running, monkeypatch):
 
 
 def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypatch):
-    """Clients take the role of a chat for it. Pings end no event, and none comes between tokens."""
+    """Clients would take a chat's role for the first token. Pings end no event, and none comes between tokens."""
     monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
     body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
     with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:
@@ -251,7 +251,7 @@ def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypat
 
 
 def test_a_draining_server(running, gate, monkeypatch):
-    """What it has accepted is answered, the rest refused."""
+    """Accepted requests are answered, and new ones rejected."""
     monkeypatch.setattr("jspec.serve.run._Uvicorn.on_tick", _never)
     with asking(running, SEEDED) as answers:
         until(lambda: running.server.open == 1)

@@ -1,4 +1,4 @@
-"""Log-probabilities that the server tells: raw, the model's own, each at its place in the text."""
+"""Log-probabilities from the server: raw, the model's own, each at its place in the text."""
 
 import itertools
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_logprobs_are_the_model_s_own(running, complete, chat):
-    """Whatever the sampling parameters are; each at the place of its text."""
+    """Log-probabilities are raw for any sampling parameters, each at the offset of its token."""
     tokens, text, expected = alone(running, PROMPT, 5, 0, temperature=0.7, top_k=9)
     choice = complete(temperature=0.7, extra_body={"top_k": 9}, logprobs=0).choices[0]
     np.testing.assert_allclose(choice.logprobs.token_logprobs, expected, atol=2e-5)
@@ -49,7 +49,7 @@ def test_the_likeliest_tokens(running, complete, chat):
 
 
 def test_logprobs_of_a_prompt(running, complete):
-    """As lm-eval asks for them, to be compared with the model's own."""
+    """A prompt's log-probabilities, requested as lm-eval does, equal the model's own."""
     ids = running.tokenizer(PROMPT)["input_ids"]
     choice = complete(prompt=[ids], max_tokens=1, echo=True, logprobs=1, temperature=0).choices[0]
     law = jax.nn.log_softmax(running.engine.device.target(np.array([ids]))[0])

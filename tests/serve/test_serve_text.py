@@ -1,4 +1,4 @@
-"""Tokens to the text that a client sees: the same however they come, no half characters, nothing behind the end."""
+"""Tokens to the text that clients see: the same however they arrive, no half characters, nothing after the end."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def ids_of(text):
 
 
 def written(ids, stop=(), prompt=(), **options):
-    """A writer that has got them all, and every text it has shown on the way."""
+    """Return a detokenizer that has received all ids, and every text that it showed on the way."""
     writer, shown = StopAwareDetokenizer(TOKENIZER, prompt, stop, **options), []
     for token in ids:
         writer.add(token)
@@ -38,7 +38,7 @@ def written(ids, stop=(), prompt=(), **options):
 @settings(deadline=None, max_examples=200)
 @given(prompt=TEXTS, text=TEXTS, end=IDS)
 def test_what_is_shown_is_never_taken_back(prompt, text, end):
-    """Of texts and of garbage behind them; joined, the text of all tokens."""
+    """Shown text is never withdrawn, even for garbage after valid text; the joined pieces are the whole text."""
     writer, shown = written(ids_of(text) + end, prompt=ids_of(prompt))
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
     assert shown[-1] == writer.text == "".join(writer.pieces)
@@ -50,7 +50,7 @@ def test_what_is_shown_is_never_taken_back(prompt, text, end):
 @settings(deadline=None, max_examples=300)
 @given(text=TEXTS, stop=st.lists(st.text(alphabet="ab th🙂", min_size=1, max_size=4), max_size=3))
 def test_texts_end_before_the_first_stop_string(text, stop):
-    """As `jspec.complete` does it."""
+    """Text ends at the same place as in `jspec.complete`."""
     expected = truncate_at_stop(pieces(TOKENIZER, (), ids_of(text)), stop)
     writer, shown = written(ids_of(text), stop)
     assert writer.text == (text if expected is None else "".join(expected))

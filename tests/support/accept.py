@@ -1,4 +1,4 @@
-"""Shared by the tests of accept and others."""
+"""Helpers for the acceptance tests and others."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PAIRS = 10_000
 
 
 def random_laws(rng, shape, dtype=np.float64):
-    """Laws over the last axis: half of them sharp, a third with zeros, some one-hot."""
+    """Return distributions over the last axis: half of them sharp, a third with zeros, some one-hot."""
     sharpness = rng.choice([0.3, 1.5], size=(*shape[:-1], 1))
     weights = rng.gamma(np.broadcast_to(sharpness, shape)) + 1e-9
     kept = (rng.random(shape) < 0.5) | (rng.random((*shape[:-1], 1)) > 1 / 3)
@@ -22,7 +22,7 @@ def random_laws(rng, shape, dtype=np.float64):
 
 
 def special_pairs(rng, p, q):
-    """Make a tenth of the pairs equal, a tenth equal but for rounding, and a tenth disjoint."""
+    """Make a tenth of the pairs equal, a tenth equal up to rounding, and a tenth disjoint."""
     tenth, vocab_size = len(p) // 10, p.shape[-1]
     q[:tenth] = p[:tenth]
     q[tenth : 2 * tenth] = p[tenth : 2 * tenth] * (1 + rng.normal(size=(tenth, vocab_size)) * 1e-15)
@@ -35,7 +35,10 @@ def special_pairs(rng, p, q):
 
 
 def emitted_law(p, q):
-    """What a round of one draft emits, ``[N, V]``: ``q t + (1 - sum q t) residual``, t measured on the shipped test."""
+    """Return the distribution ``[N, V]`` that a round of one draft token emits, and the acceptance thresholds.
+
+    The distribution is ``q t + (1 - sum q t) residual``, with t measured on the shipped test.
+    """
     pairs, vocab_size = p.shape
     tokens = jnp.tile(jnp.arange(vocab_size, dtype=jnp.int32), pairs)[:, None]
     one = Draft(tokens, jnp.repeat(jnp.asarray(q), vocab_size, 0)[:, None])
@@ -51,7 +54,7 @@ def emitted_law(p, q):
 
 
 def algebra_error(dtype, pairs=PAIRS, seed=0):
-    """Largest ``|emitted - p|`` over random pairs of laws, and largest error of the threshold where q > 0."""
+    """Return the largest ``|emitted - p|`` over random pairs, and the largest threshold error where q > 0."""
     rng = np.random.default_rng(seed)
     p, q = special_pairs(rng, random_laws(rng, (pairs, 8), dtype), random_laws(rng, (pairs, 8), dtype))
     with jax.enable_x64(dtype == np.float64):
@@ -61,7 +64,7 @@ def algebra_error(dtype, pairs=PAIRS, seed=0):
 
 
 def tables(rng, vocab_size, k):
-    """Laws p and q after every prefix, all paths of k drafts as one `Draft`, and the target's laws along each."""
+    """Return p and q after every prefix, all paths of k draft tokens as one `Draft`, and the target's p along each."""
     paths = np.array(list(np.ndindex((vocab_size,) * k)), np.int32)
     p = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k + 1)]
     q = [random_laws(rng, (vocab_size**n, vocab_size)) for n in range(k)]
@@ -71,7 +74,7 @@ def tables(rng, vocab_size, k):
 
 
 def degenerate_rows(rng, rows, k=2, vocab_size=8):
-    """Laws and drafts for rows of every kind that has broken somebody's sampler; kind of each row comes first."""
+    """Return kinds, drafts and target distributions for rows of every kind that has broken some sampler."""
     p = random_laws(rng, (rows, k + 1, vocab_size), np.float32)
     q = random_laws(rng, (rows, k, vocab_size), np.float32)
     tokens = np.array([[rng.choice(vocab_size, p=law / law.sum()) for law in row] for row in q.astype(float)])
@@ -104,5 +107,5 @@ def degenerate_rows(rng, rows, k=2, vocab_size=8):
 
 
 def pad(at):
-    """``at[rows, K, V]`` with a last position at which nothing is marked."""
+    """Extend ``at[rows, K, V]`` by a last position at which nothing is marked."""
     return np.pad(at, ((0, 0), (0, 1), (0, 0)))

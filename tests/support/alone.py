@@ -1,4 +1,4 @@
-"""Shared by the tests of alone and others."""
+"""Helpers for the tests of each sampling setting alone, and others."""
 
 import functools
 
@@ -24,14 +24,14 @@ ALONE = {"top_k": 3, "top_p": 0.7, "min_p": 0.2, "logit_bias": BIAS} | PENALTIES
 
 @functools.cache
 def noise():
-    """``float64[ROWS, NEW, 2, W]``: what the target's tokens are drawn with."""
+    """Return the noise that the target's tokens are sampled with, ``float64[ROWS, NEW, 2, W]``."""
     keys = jax.random.split(jax.random.key(3), ROWS)
     positions = jnp.broadcast_to(len(PROMPT) + jnp.arange(NEW), (ROWS, NEW))
     return np.asarray(streams.target_noise(keys, positions, VOCAB), np.float64)
 
 
 def expected(name):
-    """``int[ROWS, NEW]``, the texts by the oracle with the setting called `name` alone."""
+    """Return the oracle's outputs, ``int[ROWS, NEW]``, with only the setting called `name`."""
     table = np.asarray(toys.markov_pair(7)[0].table)
     texts = np.full((ROWS, 0), PROMPT[-1])
     for i in range(NEW):
@@ -45,7 +45,7 @@ def expected(name):
 
 
 def differing(name, num_draft_tokens=0):
-    """How many tokens jspec writes otherwise than `expected`: in plain decoding, or with drafts under "coupled"."""
+    """Return how many of jspec's tokens differ from `expected`, in plain decoding or with drafts under "coupled"."""
     target, draft = toys.markov_pair(7)
     batch = np.tile(PROMPT, (ROWS, 1)), np.full(ROWS, len(PROMPT)), jax.random.split(jax.random.key(3), ROWS)
     options = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(**{name: ALONE[name]})}

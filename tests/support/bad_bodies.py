@@ -1,4 +1,4 @@
-"""Bodies that a server must refuse, field by field."""
+"""Request bodies that a server must reject, field by field."""
 
 import json
 
@@ -7,7 +7,7 @@ from support import servers
 TEXT = {"model": servers.NAME, "prompt": "the"}
 CHAT = {"model": servers.NAME, "messages": [{"role": "user", "content": "x"}]}
 HUGE = 10**30
-NUMBERS = {  # what is not one of these, by field
+NUMBERS = {  # invalid values by field
     "max_tokens": ["4", 1.5, True, -1, HUGE, [1], {}],
     "temperature": ["1", -0.1, 101, True, [], 1e300],
     "top_p": ["1", 0, -1, 1.1, {}],
@@ -112,7 +112,7 @@ RAW = [
 
 
 def bodies():
-    """Of each its path, its text, and the field that is wrong, or None."""
+    """Yield the path, the text and the invalid field, or None, of each body."""
     for path, usual, own in (("completions", TEXT, OF_TEXTS), ("chat/completions", CHAT, OF_CHATS)):
         tables = NUMBERS, own
         for name, value in ((name, value) for table in tables for name, values in table.items() for value in values):

@@ -1,11 +1,11 @@
-"""Shared by the tests of engine device and others."""
+"""Helpers for the engine's device tests and others."""
 
 import math
 import re
 
 
 def copies_of_a_cache(program, config, rows):
-    """How many arrays of a compiled program are as large as a layer's keys of so many rows; those that are copies."""
+    """Return how many of a program's arrays have the size of a layer's keys for `rows` rows, and which are copies."""
     size = config.num_key_value_heads * config.head_dim * rows
     shapes = re.findall(r"= (\w+\[[\d,]*\])\S* ([\w\-]+)\(", program)
     dims = [[*map(int, re.findall(r"\d+", shape[shape.index("[") :]))] for shape, _ in shapes]

@@ -1,8 +1,7 @@
 """Small Hugging Face checkpoints for the tests, made without `convert`: by hand, or by transformers.
 
-`raw_config` is the content of a config.json, `tensors` gives random weights for it (names and shapes written
-out here a second time, on purpose), `write` puts both on disk. `torch_model` is the same model in
-transformers.
+`raw_config` returns the content of a config.json. `tensors` returns random weights for it; names and shapes are written
+out here a second time, on purpose. `write` saves both to disk. `torch_model` returns the same model in transformers.
 """
 
 import copy
@@ -48,7 +47,7 @@ _RAW = {
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "head_dim": 16}
-# Every feature of the families, one or two at a time.
+# Every feature of the model families, one or two at a time.
 VARIANTS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4},
@@ -66,13 +65,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def raw_config(**changes: Any) -> dict[str, Any]:
-    """A config.json's content, with fields replaced; the value `...` removes a field."""
+    """Return a config.json's content with some fields replaced; the value `...` removes a field."""
     raw = copy.deepcopy(_RAW) | changes
     return {key: value for key, value in raw.items() if value is not ...}
 
 
 def hf_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape, written out apart from the table under test."""
+    """Return the shape of each Hugging Face tensor by name, written out independently of the table under test."""
     hidden, inner, head = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
     query, key = raw["num_attention_heads"] * head, raw["num_key_value_heads"] * head
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], hidden)}
@@ -101,14 +100,14 @@ def hf_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(raw: dict[str, Any], dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights for a config."""
+    """Return random weights for a config."""
     rng = np.random.default_rng(seed)
     shapes = hf_shapes(raw)
     return {name: (0.1 * rng.standard_normal(shape, np.float32)).astype(dtype) for name, shape in shapes.items()}
 
 
 def write(directory: Path, raw: dict[str, Any], weights: dict[str, np.ndarray], shards: int = 1) -> Path:
-    """Writes config.json, tokenizer files and the weights in `shards` files, as transformers would."""
+    """Write config.json, tokenizer files and the weights in `shards` files, as transformers would."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     ends = json.dumps({"eos_token_id": raw.get("eos_token_id")})
@@ -133,15 +132,15 @@ def write(directory: Path, raw: dict[str, Any], weights: dict[str, np.ndarray], 
 
 
 def make(directory: Path, dtype: Any = np.float32, shards: int = 1, seed: int = 0, **changes: Any) -> Path:
-    """`write` of a random checkpoint with some config fields changed."""
+    """Write a random checkpoint with some config fields changed."""
     raw = raw_config(**changes)
     return write(directory, raw, tensors(raw, dtype, seed), shards)
 
 
 def torch_model(seed: int = 0, **changes: Any) -> Any:
-    """The transformers model for `raw_config(**changes)`, in float32, with spread-out weights.
+    """Return the transformers model for `raw_config(**changes)`, in float32, with spread-out weights.
 
-    The default initialisation has zero biases and unit norms, which would hide a swapped or forgotten one.
+    The default initialization has zero biases and unit norms, which would hide swapped or forgotten ones.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -155,7 +154,7 @@ def torch_model(seed: int = 0, **changes: Any) -> Any:
 
 
 def save_torch(directory: Path, seed: int = 0, **changes: Any) -> Any:
-    """Saves `torch_model(...)` to `directory` with transformers' own writer, and returns it."""
+    """Save `torch_model(...)` to `directory` with transformers' own writer, and return it."""
     model = torch_model(seed, **changes)
     model.save_pretrained(directory)
     return model

@@ -1,4 +1,4 @@
-"""Shared by the tests of constraints and others."""
+"""Helpers for the constraint tests and others."""
 
 import functools
 
@@ -15,7 +15,7 @@ OPTIONS = {"max_length": 40, "chunks": (8,), "rounds": 3}
 
 
 class NoMultiples:
-    """No two neighbours whose sum is a multiple of 3."""
+    """A constraint that forbids two adjacent tokens whose sum is a multiple of 3."""
 
     def __init__(self, fails_at=None):
         self.text, self.fails_at = [], fails_at

@@ -1,4 +1,4 @@
-"""Programs of every drafter, rule, draft length, dtype of the draft and batch: all of them, or a few that cover."""
+"""Programs for every drafter, rule, draft length, draft dtype and batch size: all, or a few that cover every pair."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ RULE_OBJECTS = (
     jspec.Typical(0.3, 0.6),
 )
 LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
-# Of drafters that branch, each with a rule or two.
+# Branching drafters, each with one or two rules.
 TREES = [
     (f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
     for i, (kind, name, rule) in enumerate(
@@ -41,12 +41,12 @@ CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
 
 
 def every():
-    """All that go together."""
+    """Return all combinations."""
     return list(itertools.product(*CHOICES))
 
 
 def pairwise():
-    """A few, among which any two choices meet: the next one always has the most pairs that none had before."""
+    """Return a few combinations that contain any two choices; each one adds the most pairs not yet covered."""
     left = {pair for one in every() for pair in _pairs(one)}
     found = []
     while left:
@@ -60,14 +60,14 @@ def _pairs(one):
 
 
 def name(one):
-    """For a test's id."""
+    """Return the id of a test."""
     drafter, rule, length, int8, batch = one
     names = (drafter, type(rule).__name__, length if isinstance(length, int) else type(length).__name__)
     return ", ".join(map(str, names)) + f"{', int8' if int8 else ''}, batch {batch}"
 
 
 def program(one, dtype="bfloat16", **sizes):
-    """Target, drafter and `Setting` of a program of toys; models are of shapes alone."""
+    """Return the target, drafter and `Setting` of a toy program; the models consist of shapes only."""
     drafter, rule, length, int8, batch = one
     config = dataclasses.replace(TOY, num_hidden_layers=2, **sizes)
     target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)

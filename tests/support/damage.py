@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint directory: each returns a function that does it to a copy."""
+"""Ways to damage a checkpoint directory; each helper returns a function that damages a copy."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def move_tensor(name: str, source: str, target: str, keep: bool) -> Damage:
 
 
 def replace_all(make_file: Callable[[Path], object]) -> Damage:
-    """Removes the weights and leaves something else in their place."""
+    """Return a function that replaces the weights with something else."""
 
     def damage(directory: Path) -> None:
         for file in directory.glob("*.safetensors*"):
@@ -114,7 +114,7 @@ def both(*damages: Damage) -> Damage:
     return lambda d: [damage(d) for damage in damages]
 
 
-# ---- faults of one safetensors file, done to the only file and to a shard
+# ---- faults of one safetensors file, applied to the only file and to a shard
 FILE_FAULTS: dict[str, tuple[Callable[[str], Damage], str]] = {
     "half the data": (lambda f: cut(f, 0.5), "damaged or cut short"),
     "last byte missing": (

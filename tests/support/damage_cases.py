@@ -1,4 +1,4 @@
-"""The damaged checkpoints that `convert.load` must refuse: base, damage, and what the refusal says."""
+"""The damaged checkpoints that `convert.load` must reject: base, damage, and error message."""
 
 import json
 

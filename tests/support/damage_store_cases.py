@@ -1,4 +1,4 @@
-"""The damaged converted directories that `convert.load` must refuse: base, damage, and what the refusal says."""
+"""The damaged converted directories that `convert.load` must reject: base, damage, and error message."""
 
 import os
 import shutil
@@ -105,7 +105,7 @@ def _another_manifest(directory: Path) -> None:
 
 
 def _resealed(directory: Path, damage: Damage) -> None:
-    """Damage under a fresh manifest, to see the checks behind it."""
+    """Apply damage, then write a fresh manifest, to reach the checks after the manifest's."""
     damage(directory)
     manifest.write(directory)
 

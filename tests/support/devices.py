@@ -1,4 +1,4 @@
-"""Run by test_sharding.py in a process with four devices: plays the cases that are named, prints what came of each."""
+"""Cases that test_sharding.py runs in a process with four devices; print the result of each case in the named set."""
 
 import collections
 import functools
@@ -32,14 +32,17 @@ QWEN = toys.tiny_llama(2, qkv_bias=True, qk_norm=True)
 
 @functools.cache
 def lawless():
-    """`TARGET`, but whoever reads token 7 gets no law."""
+    """Return a copy of `TARGET` that has no valid distribution after it reads token 7."""
     model = jax.tree.map(lambda leaf: leaf, TARGET)
     model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))
     return model
 
 
 def request(rich=False):
-    """Four rows: tokens, lengths, keys, ends of text, sampling parameters. Rich: of all kinds, and token 7 in one."""
+    """Return four rows: tokens, lengths, keys, EOS ids and sampling parameters.
+
+    If `rich`, the parameters are of all kinds, and one row contains token 7.
+    """
     tokens = np.random.default_rng(0).integers(0, 7, (4, 6)).astype(np.int32)
     batch = tokens, np.array([6, 3, 1, 4]), jax.random.split(jax.random.key(0), 4)
     if not rich:
@@ -52,7 +55,7 @@ def request(rich=False):
 
 
 def decode(models, request, **options):
-    """Plain decoding, where there is no drafter."""
+    """Decode `request`, plainly if there is no drafter."""
     *batch, eos_ids, fields = request
     options |= {"max_new_tokens": NEW, "eos_ids": eos_ids, "sampling": jspec.SamplingParams(**fields)}
     target, drafter = models
@@ -62,12 +65,12 @@ def decode(models, request, **options):
 
 
 def mesh_of(shape, kind):
-    """Of as many devices as are needed."""
+    """Return a mesh of this shape on as many devices as it needs."""
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
 
 
 def placed(model, sharding):
-    """`model` where `jspec.load` would put it."""
+    """Return `model` placed where `jspec.load` would put it."""
     model = jax.tree.map(lambda leaf: leaf, model)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         leaf.set_value(place(".".join(map(str, path)), np.asarray(leaf[...]), sharding))
@@ -75,7 +78,7 @@ def placed(model, sharding):
 
 
 def program(models, request, options, shape, kind, manual=False, tensor=False):
-    """The jitted program and its arguments, on a mesh."""
+    """Return the jitted program and its arguments, on a mesh."""
     mesh = mesh_of(shape, kind)
     request = jax.device_put(request, NamedSharding(mesh, P("data")))
     models = jax.device_put(models, NamedSharding(mesh, P()))
@@ -88,7 +91,7 @@ def program(models, request, options, shape, kind, manual=False, tensor=False):
 
 
 def compare(models, request, options, *place, **how):
-    """Against one device: whether all whole numbers are the same, how far others are off; what is exchanged."""
+    """Compare with one device: return whether all integers are equal, the largest float error, and the collectives."""
     expected = jax.device_get(decode(models, request, **options))
     run, *arguments = program(models, request, options, *place, **how)
     compiled = run.lower(*arguments).compile()
@@ -105,7 +108,7 @@ def compare(models, request, options, *place, **how):
 
 
 def traced(name):
-    """Under `jax.shard_map` the loops of this drafter close; `UpTo` makes more of them than a number."""
+    """Check that this drafter's loops close under `jax.shard_map`; `UpTo` makes more loops than a number."""
     drafter = Fresh() if name == "fresh" else drafters.make(name, TARGET, DRAFT)
     run, *arguments = program(
         (TARGET, drafter), request(), {"num_draft_tokens": jspec.UpTo(K)}, (2, 1), AUTO, manual=True
@@ -115,7 +118,7 @@ def traced(name):
 
 @pytree
 class Fresh(AutoregressiveDrafter):
-    """Carries, within a draft and from draft to draft, what at first is the same everywhere."""
+    """A drafter that carries, within and between drafts, state that at first is the same everywhere."""
 
     vocab_size = max_positions = None
 
@@ -133,7 +136,7 @@ class Fresh(AutoregressiveDrafter):
 
 
 def keys_alone():
-    """The same prompts on every device, and other keys."""
+    """Trace the same prompts with different keys on every device."""
     tokens, lengths, keys, ends, _ = request()
 
     def run(keys):
@@ -144,7 +147,7 @@ def keys_alone():
 
 
 def with_rows_of_the_target(kind):
-    """Whether the text is that of one device where a head has rows of the divided target's output head."""
+    """Return whether a head that uses rows of the divided target's output head gives one device's output."""
     head = jspec.EagleDrafter(eagle_heads.eagle(TARGET, 3, draft_vocab_size=4, own_head=True))
     divided = placed(TARGET, jspec.tensor_parallel(mesh_of((1, 2), kind)))
     with tempfile.TemporaryDirectory() as folder:
@@ -155,7 +158,7 @@ def with_rows_of_the_target(kind):
 
 
 def loaded(kind):
-    """How the weights of a quantised draft are divided, and whether they are those of one device."""
+    """Return how a quantized draft's weights are divided, and check that they equal those of one device."""
     model = jspec.load(PAIR / "draft", quantize="int8", sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
     expected = nnx.to_flat_state(nnx.state(jspec.quantize(jspec.load(PAIR / "draft"), "int8")))
     found = dict(nnx.to_flat_state(nnx.state(model)))
@@ -169,14 +172,14 @@ def refused(sharding):
 
 
 def partly_manual():
-    """Rows divided by `jax.shard_map`, weights by XLA."""
+    """Trace a program whose rows are divided by `jax.shard_map`, and its weights by XLA."""
     mesh = mesh_of((2, 2), EXPLICIT)
     run = jax.shard_map(decode, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})
     jax.jit(run).trace((TARGET, DRAFT), jax.device_put(request(), NamedSharding(mesh, P("data"))))
 
 
 def documented(small=True):
-    """The texts of docs/sharding.md, whose blocks are one program; with a small model in place of the bundled ones."""
+    """Return the outputs of docs/sharding.md, whose blocks form one program; `small` replaces the bundled models."""
     text = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
     names, texts, bundled = {}, [], jspec.demo_pair
     if small:
@@ -190,13 +193,13 @@ def documented(small=True):
 
 
 def half():
-    """In bfloat16: whether the text is that of one device."""
+    """Return whether the bfloat16 output is the same as on one device."""
     models = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (TARGET, DRAFT))
     return compare(models, request(), {}, (2, 1), EXPLICIT)["same"]
 
 
 def vmapped(kind, *place):
-    """Two batches at once, divided by batch or by row; their texts against one batch alone."""
+    """Return whether two vmapped batches, divided by batch or by row, give the output of one batch alone."""
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), request())
     stacked = jax.device_put(stacked, NamedSharding(mesh_of((2, 1), kind), P(*place)))
     out = jax.jit(jax.vmap(functools.partial(decode, (TARGET, DRAFT))))(stacked)
@@ -204,7 +207,7 @@ def vmapped(kind, *place):
 
 
 def tuned():
-    """The K that is found for a divided batch, and that "auto" runs on it."""
+    """Run "auto" on a divided batch, and return the K that is found for it."""
     rows = NamedSharding(mesh_of((2, 1), EXPLICIT), P("data"))
     batch = jax.device_put(request()[:3], rows)
     jspec.speculative_generate(TARGET, DRAFT, *batch, max_new_tokens=NEW, num_draft_tokens="auto")
@@ -212,7 +215,7 @@ def tuned():
 
 
 def called():
-    """A model by itself, as docs/sharding.md says."""
+    """Return whether calling a model by itself, as docs/sharding.md describes, gives the right logits."""
     mesh = mesh_of((2, 1), EXPLICIT)
     tokens = request()[0]
     with jax.set_mesh(mesh):
@@ -266,7 +269,7 @@ QUICK = {
 
 
 def every_program():
-    """Name -> models and options, of every drafter, rule and kind of length."""
+    """Yield a name with models and options, for every drafter, rule and kind of draft length."""
     for name in drafters.NAMES:
         yield name, ((TARGET, drafters.make(name, TARGET, DRAFT)), request(), {})
     for rule in RULES:

@@ -1,4 +1,4 @@
-"""Shared by the tests of convert save and others."""
+"""Helpers for the tests of `convert.save` and others."""
 
 import resource
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def small_disk(limit: int):
-    """Files may not grow beyond `limit` bytes, which is how a full disk looks to the writer."""
+    """Limit files to `limit` bytes, which looks like a full disk to the writer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

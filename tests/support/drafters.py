@@ -1,4 +1,4 @@
-"""One of every drafter, for the tests that hold all of them to the same contract: a new drafter is one more line."""
+"""One of every drafter, for tests that hold all drafters to the same contract; a new drafter takes one more line."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ from jspec.drafters import (
 )
 from support import eagle_heads, heads
 
-# Name -> the drafter, made of target, draft, a corpus of tokens, and V.
+# Name -> a function that makes the drafter from the target, the draft, a corpus of tokens, and V.
 _MAKERS = {
     "model": lambda target, draft, corpus, v: ModelDrafter(draft),
     "ngram": lambda target, draft, corpus, v: NGramDrafter(max_ngram=3, min_ngram=1),
@@ -37,7 +37,7 @@ _MAKERS = {
     "eagle 3": lambda target, draft, corpus, v: EagleDrafter(
         eagle_heads.eagle(target, 3, fc_norm=True, norm_output=True, draft_vocab_size=v // 2, own_head=True)
     ),
-    # Of so short a corpus the end is near: now and then a guess for one token, and none for the next.
+    # The corpus is so short that its end is near: sometimes it drafts one token and cannot draft the next.
     "fallback": lambda target, draft, corpus, v: FallbackDrafter(
         RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1), draft
     ),
@@ -54,15 +54,15 @@ _MAKERS = {
     "hydra": lambda target, draft, corpus, v: heads.hydra(target, 5),
     "blockwise": lambda target, draft, corpus, v: heads.blockwise(target, 5),
     "kangaroo": lambda target, draft, corpus, v: heads.kangaroo(target),
-    # Each is told by the one around it what it asks for; one of them is unrolled, and so are both.
+    # The outer drafter passes each inner one the signals that it asks for. One of them is unrolled, so both are.
     "combined heads": lambda target, draft, corpus, v: FallbackDrafter(
         RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1),
         MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
     ),
 }
 NAMES = tuple(_MAKERS)
-HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those of trained weights, here random
-# Those that draft trees of their own; they are made alike.
+HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those with trained weights, here random
+# Drafters with trees of their own, made in the same way.
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),
     "recycling": lambda target, draft, corpus, v: TokenRecyclingDrafter(6),
@@ -76,7 +76,7 @@ TREE_NAMES = tuple(_TREES)
 
 
 def make(name, target, draft, seed=0):
-    """The drafter called `name`; `draft` is a model with the target's vocabulary."""
+    """Return the drafter called `name`; `draft` is a model with the target's vocabulary."""
     vocab_size = target.config.vocab_size
     return (_MAKERS | _TREES)[name](
         target, draft, np.random.default_rng(seed).integers(vocab_size, size=400), vocab_size
@@ -84,7 +84,7 @@ def make(name, target, draft, seed=0):
 
 
 def every_parameter(batch, vocab_size):
-    """Options with other sampling parameters, limits and ends of text in every row; one row in four has an end."""
+    """Return options that vary all sampling parameters, limits and EOS ids by row; one row in four has an EOS id."""
 
     def turns(*values):
         return np.resize(np.array(values), batch)
@@ -107,7 +107,7 @@ def every_parameter(batch, vocab_size):
 
 
 def of_rows(options, rows):
-    """`every_parameter` of the given slice of rows."""
+    """Return the `every_parameter` options of a slice of rows."""
     sampling = options["sampling"]
     kept = {
         field.name: getattr(sampling, field.name)[rows]
@@ -118,5 +118,5 @@ def of_rows(options, rows):
 
 
 def generate(target, drafter, batch, **options):
-    """`jspec.speculative_generate` of ``(tokens, lengths, keys)``, on the host."""
+    """Run `jspec.speculative_generate` on ``(tokens, lengths, keys)``, and return the output on the host."""
     return jax.device_get(jspec.speculative_generate(target, drafter, *batch, **options))

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE heads for the tests, written by PyTorch, with their names and fields spelled out."""
+"""EAGLE-head checkpoints for the tests, written by PyTorch, with their names and fields spelled out."""
 
 import json
 
@@ -10,7 +10,7 @@ from support.eagle_torch import Eagle1, Eagle3, drawn
 
 V, LAYERS = 31, 8
 TARGET = toys.tiny_llama(0, LAYERS, vocab_size=V)
-KNOWN = [0, 3, 4, 9, 17, 22, 29]  # the tokens of the target that a reduced head can guess
+KNOWN = [0, 3, 4, 9, 17, 22, 29]  # the target's tokens that a reduced head can draft
 LLAMA = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -34,7 +34,7 @@ LLAMA = {
     "torch_dtype": "float32",
 }
 FLAGS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
-# What speculators and others write beside what is computed with.
+# Fields that speculators and others write besides those used in the computation.
 EXTRAS = {
     "speculators_version": "0.5.0",
     "speculators_model_type": "eagle3",
@@ -53,14 +53,14 @@ EXTRAS = {
 
 
 def eagle3(layout, directory, dtype=torch.float32, known=KNOWN, own=("lm_head",), ids=(2, 4, 5), **changes):
-    """A head of generation 3, ``(module, directory)``.
+    """Return a generation-3 head as ``(module, directory)``.
 
     Args:
         layout: "sglang" or "speculators".
-        known: None for all tokens.
-        own: of "lm_head" and "embed_tokens".
-        ids: what enters these layers.
-        changes: to the flags, to the fields of the layer, or to `target_hidden_size`.
+        known: the tokens that the head can draft; None for all tokens.
+        own: the head's own matrices, of "lm_head" and "embed_tokens".
+        ids: the layers whose inputs the head reads.
+        changes: changes to the flags, to the layer's fields, or to `target_hidden_size`.
     """
     count = V if known is None else len(known)
     raw = {**LLAMA, **FLAGS, "draft_vocab_size": count, "target_hidden_size": 16, "states": len(ids)} | changes
@@ -93,7 +93,7 @@ def eagle3(layout, directory, dtype=torch.float32, known=KNOWN, own=("lm_head",)
 
 
 def eagle1(directory, dtype=torch.float32, bias=True, own=("embed_tokens",), **changes):
-    """A head of generation 1 in its original layout, ``(module, directory)``."""
+    """Return a generation-1 head in its original layout, as ``(module, directory)``."""
     raw = {**LLAMA, "bias": bias, "architectures": ["LlamaForCausalLM"]} | changes
     module = drawn(Eagle1(raw))
     if "embed_tokens" not in own:
@@ -111,7 +111,7 @@ def _rows(embedding):
 
 
 def write(directory, fields, tensors, file="model.safetensors"):
-    """A directory with these fields and tensors."""
+    """Write a directory with these fields and tensors, and return it."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}

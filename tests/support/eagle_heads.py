@@ -10,7 +10,7 @@ from jspec.drafters.heads.eagle_module import Eagle, EagleConfig
 
 
 def eagle(target, generation=3, seed=3, layer=None, **details):
-    """An EAGLE head for `target`, with weights far from 0 so that its guesses depend on what it reads."""
+    """Return an EAGLE head for `target`, with weights far from 0 so that its drafts depend on its input."""
     config = EagleConfig(
         generation=generation,
         layer=layer or dataclasses.replace(target.config, num_hidden_layers=1),

@@ -1,7 +1,8 @@
-"""EAGLE heads in PyTorch, written from the published descriptions; their attributes have the names of the files.
+"""EAGLE heads in PyTorch, written from the published descriptions; attributes are named as in the files.
 
-Li et al. 2024 (generation 1, figure 6), Li et al. 2025 (generation 3, section 3.1), and for the flags of EAGLE-3.1 the
-configuration of speculators. Nothing is kept between passes: every step reads all pairs of token and state again.
+The descriptions are Li et al. 2024 (generation 1, figure 6), Li et al. 2025 (generation 3, section 3.1), and the
+configuration of speculators for the EAGLE-3.1 flags. Nothing is kept between passes: every step reads all pairs of
+token and state again.
 """
 
 import math
@@ -20,7 +21,7 @@ class RMSNorm(nn.Module):
 
 
 def rotated(x, theta):
-    """``[B, H, S, D]`` turned by the position of each token, halves of a head paired."""
+    """Rotate ``[B, H, S, D]`` by each token's position, pairing the halves of a head."""
     size, steps = x.shape[-1] // 2, torch.arange(x.shape[2])
     angles = steps[:, None] * theta ** (-torch.arange(size) / size)
     first, second = x[..., :size], x[..., size:]
@@ -66,7 +67,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer; the first of its norms is there in generation 3 alone, for the token."""
+    """A Llama layer; only generation 3 has its first norm, which normalizes the token."""
 
     def __init__(self, raw, generation):
         super().__init__()
@@ -82,7 +83,7 @@ class Layer(nn.Module):
 
 
 class Eagle1(nn.Module):
-    """``layer(fc([token, state]))``; states are the target's behind its final norm, then its own."""
+    """A generation-1 head, ``layer(fc([token, state]))``: the target's states after its final norm, then its own."""
 
     def __init__(self, raw):
         super().__init__()
@@ -102,7 +103,7 @@ class Eagle1(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """Several states of the target become one; the layer reads it beside the token."""
+    """A generation-3 head: several target states are fused into one, which the layer reads beside the token."""
 
     def __init__(self, raw):
         super().__init__()
@@ -143,12 +144,13 @@ class Eagle3(nn.Module):
 
 
 def drafted(model, features, tokens, drafts, head):
-    """Logits behind all of a text but its first token, then behind each of ``drafts[B, K]`` from its own states.
+    """Return the logits after every token but the first, then after each of ``drafts[B, K]`` from the head's own
+    states.
 
     Args:
-        features: ``[B, S, F, E]`` of the target.
+        features: the target's hidden states, ``[B, S, F, E]``.
         tokens: ``[B, S]``.
-        head: ``[V, E]`` of the target.
+        head: the target's output head, ``[V, E]``.
     """
     states, read = model.fuse(features[:, :-1]), tokens[:, 1:]
     found = [model.step(read, states)]
@@ -160,7 +162,7 @@ def drafted(model, features, tokens, drafts, head):
 
 
 def drawn(model):
-    """`model` with weights under which every one matters."""
+    """Give `model` random weights of which every one matters, and return it."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Shared by the tests of embeddings and others."""
+"""Helpers for the embedding tests and others."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ TARGET = toys.tiny_llama(0, 2)
 
 
 def longer_vocabulary(vectors):
-    """The target with the vectors as two tokens more."""
+    """Return the target with the vectors as additional tokens."""
     graph, state = nnx.split(TARGET)
     model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
     model.embed_tokens.weight = nnx.Param(jnp.concatenate([model.embed_tokens.weight[...], vectors.T], axis=1))

@@ -1,4 +1,4 @@
-"""Shared by the tests of engine and others."""
+"""Helpers for the engine tests and others."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ OPTIONS = {"slots": 4, "max_length": LONGEST + NEW, "chunks": (4, 16), "read_tok
 
 
 def turns(i):
-    """Other sampling parameters for every request; some have none beside a temperature."""
+    """Return different sampling parameters for every request; some have none besides a temperature."""
     return [
         {},
         {"temperature": 0.0},
@@ -30,7 +30,7 @@ def turns(i):
 
 
 def made(count, seed=0, seeded=True):
-    """`count` requests of any length, limit, end and sampling parameters."""
+    """Return `count` requests of varied length, limit, EOS ids and sampling parameters."""
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), count)
     return [
@@ -46,7 +46,7 @@ def made(count, seed=0, seeded=True):
 
 
 def alone(target, requests):
-    """What `jspec.generate` makes of each, in a batch of it alone; all of one kind in one program."""
+    """Return the output of `jspec.generate` for each request in a batch of its own; one kind shares one program."""
     texts = []
     for request in requests:
         tokens = np.zeros((1, LONGEST + NEW), np.int32)
@@ -59,7 +59,7 @@ def alone(target, requests):
 
 
 def check_texts(target, requests, results):
-    """How many texts differ from those alone; log-probabilities may by rounding."""
+    """Check that outputs equal those of `alone`, and log-probabilities up to rounding."""
     for request, result, (tokens, logprobs) in zip(requests, results, alone(target, requests), strict=True):
         assert result.tokens == tokens
         np.testing.assert_allclose(result.raw_logprobs, logprobs, atol=2e-5)

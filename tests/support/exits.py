@@ -1,4 +1,4 @@
-"""Shared by the tests of early exit and others."""
+"""Helpers for the early-exit tests and others."""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ TOKENS, LENGTHS = np.random.default_rng(0).integers(8, size=(5, 6)), np.array([1
 
 
 def drafted(drafter, target=None, unread=1, budget=None, draft_length=None, **sampling):
-    """What `drafter` proposes for `TOKENS`, of which the target has read all but the last `unread`."""
+    """Return `drafter`'s draft for `TOKENS`, of which the target has read all but the last `unread`."""
     keys, transforms = (
         jax.random.split(jax.random.key(3), 5),
         toys.both_transforms(jspec.SamplingParams(**sampling), 5)[1],
     )
     noise = draft_noise(keys, LENGTHS[:, None] + np.arange(K), 8)
     text = jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K + 1)))
-    # What stands behind the text read so far must not matter.
+    # Values after the text read so far must not matter.
     unknown = np.arange(TOKENS.shape[1] + K + 1) >= np.maximum(LENGTHS - unread, 0)[:, None]
     cache = None if target is None else prefill(target, jnp.where(unknown, 7, text), text.shape[1])
     view = TargetView(target, cache, unread)

@@ -1,4 +1,4 @@
-"""A runner for an engine's host that is a few lines of Python."""
+"""A runner for an engine's host, in a few lines of Python."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def make_active(request, listen=print):
     return ActiveRequest(request, request.row(SIZES.eos_ids, 4), listen)
 
 
-NUMBERS = 6  # of each row and round, behind tokens and origins
+NUMBERS = 6  # per row and round, after tokens and origins
 
 
 class Failed:
@@ -26,7 +26,7 @@ class Failed:
 
 
 class FakeRunner:
-    """Every slot writes tokens ``1000 n + i``: i counts those of the request whose text begins with token n."""
+    """A runner whose slots decode ``1000 n + i``: the i-th token of the request whose text begins with token n."""
 
     reads_separately, constraints, compile_seconds = True, Constraints(4), 0.0
 
@@ -55,7 +55,7 @@ class FakeRunner:
     def max_unread(self, num_draft_tokens):
         return 2
 
-    def piece_size(self, num_unread, scored=False):  # as where a token costs the same, however it is read
+    def piece_size(self, num_unread, scored=False):  # a token costs the same however it is read
         left = max(1, min(num_unread - 1, SIZES.chunks[-1]))
         return min(SIZES.chunks, key=lambda size: -(-left // size) * size)
 
@@ -80,7 +80,7 @@ class FakeRunner:
         return self.sizes.lengths(variant, count)
 
     def decode_rounds(self, num_draft_tokens, rounds, stop, variant, stop_when_done, rows):
-        if self.fails:  # seen, as of a device, by whoever looks at what comes of it
+        if self.fails:  # as on a device, only readers of the result see it
             self.fails = False
             return Failed()
         width = num_draft_tokens + 1

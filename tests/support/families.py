@@ -1,4 +1,4 @@
-"""Shared by the tests of families and others."""
+"""Helpers for the model-family tests and others."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from support.checkpoints import hf_shapes, raw_config, write
 
 
 def checkpoint(folder, **changes):
-    """On disk, with weights under which each matters: norms about 1, large biases."""
+    """Write a checkpoint whose every weight matters: norms about 1, large biases."""
     raw = raw_config(**changes)
     rng = np.random.default_rng(3)
     shapes = hf_shapes(raw | {"head_dim": parse_config(raw).head_dim})
@@ -17,7 +17,7 @@ def checkpoint(folder, **changes):
 
 
 def twin(folder):
-    """The checkpoint in transformers, which reads config.json for itself."""
+    """Return the checkpoint as a transformers model, which reads config.json by itself."""
     pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The damaged GGUF files that must be refused: what is done to a good one, and what the refusal says."""
+"""The damaged GGUF files that must be rejected: the change to a good file, and the error message."""
 
 import dataclasses
 import struct
@@ -18,10 +18,10 @@ U32, STRING, ARRAY = (struct.pack("<I", kind) for kind in (4, 8, 9))
 
 @dataclasses.dataclass
 class Parts:
-    """A file in parts: the metadata, the tensors (name -> shape, type, bytes); and what is to be wrong.
+    """A file in parts: the metadata, the tensors (name -> shape, type, bytes), and the parts that are to be wrong.
 
     Attributes:
-        entries: more bytes behind the metadata, each counted as a key.
+        entries: more bytes after the metadata, each counted as a key.
         places: offsets by name, instead of the right ones.
         infos: bytes by name, instead of the right ones.
     """
@@ -41,7 +41,7 @@ class Parts:
 
 
 def good() -> Parts:
-    """A whole file of a tiny model with twelve tokens."""
+    """Return a complete file of a tiny model with twelve tokens."""
     keys = gguf_files.metadata(RAW) | {
         "tokenizer.ggml.tokens": ["<|end|>", *"abcdefgh", "Ġ", "ab", "Ġa"],
         "tokenizer.ggml.token_type": [3, *[1] * 11],
@@ -72,9 +72,9 @@ def described(name: str, data: bytes) -> Change:
     return lambda parts: parts.infos.update({name: data})
 
 
-# Parts that are wrong.
+# Files with wrong parts.
 CHANGES: dict[str, tuple[Change, str]] = {
-    # what the header says of itself
+    # the header
     "key twice": (lambda p: p.entries.append(entry("general.name", "again")), "'general.name' appears twice"),
     "unknown value type": (key("general.x", struct.pack("<I", 13)), "value type 13"),
     "unknown array type": (key("general.x", ARRAY + struct.pack("<IQ", 13, 1)), "array of unsupported type 13"),
@@ -177,7 +177,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "unknown tokenizer key": (key("tokenizer.ggml.flip", 1), "has tokenizer.ggml.flip"),
     "misspelt tokenizer key": (key("tokenizes.ggml.add_eos_token", True), "has tokenizes.ggml.add_eos_token"),
     "charsmap": (key("tokenizer.ggml.precompiled_charsmap", [1, 2]), "changes text before it is split"),
-    # tensors: described wrongly
+    # tensors with wrong descriptions
     "no dimension": (described(NORM, text(NORM) + struct.pack("<IIQ", 0, 0, 0)), "0 dimensions"),
     "five dimensions": (described(NORM, info(NORM, (1,) * 5, 0, 0)), "5 dimensions"),
     "a billion dimensions": (described(NORM, text(NORM) + struct.pack("<I", 2**30)), "1073741824 dimensions"),
@@ -204,7 +204,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "offset of another": (lambda p: p.places.update({NORM: 0}), "starts at 0"),
     "offset not aligned": (lambda p: p.places.update({NORM: 33}), "starts at 33"),
     "gap": (lambda p: p.tensors.update({NORM: ((32,), 0, bytes(256))}), "starts at|bytes, expected"),
-    # tensors: others than the config's
+    # tensors that differ from the config's
     "missing tensor": (lambda p: p.tensors.pop(Q), "lacks model.layers.0.self_attn.q_proj.weight"),
     "missing embedding": (lambda p: p.tensors.pop("token_embd.weight"), "lacks model.embed_tokens.weight"),
     "unknown tensor": (tensor("extra.weight", (4,)), "unexpected extra.weight"),
@@ -229,7 +229,7 @@ def at(position: int, data: bytes) -> Callable[[bytes], bytes]:
     return lambda file: file[:position] + data + file[position + len(data) :]
 
 
-# Bytes that are wrong.
+# Files with wrong bytes.
 FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda f: b"", "4 bytes expected at byte 0 of 0"),
     "one byte": (lambda f: f[:1], "damaged or cut short"),

@@ -1,4 +1,4 @@
-"""Small GGUF files for the tests: written by the gguf library, or byte by byte, so that they can be wrong."""
+"""Small GGUF files for the tests, written by the gguf library, or byte by byte so that they can be invalid."""
 
 import struct
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from support import checkpoints, text_pair
 Kind = gguf.GGMLQuantizationType
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [text_pair.END, *LETTERS, *(first + second for first, second in text_pair.MERGES), "<|tool|>"]
-# Wide enough for every quantisation's blocks.
+# Wide enough for every quantization's blocks.
 RAW = checkpoints.raw_config(
     hidden_size=256,
     head_dim=64,
@@ -30,7 +30,7 @@ TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}\n{{ m['content'] | tri
 
 
 def metadata(raw: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a model of this config, with a byte-level tokenizer."""
+    """Return the metadata of a model with this config and a byte-level tokenizer."""
     return {
         "general.architecture": "llama",
         "general.name": "tiny",
@@ -59,7 +59,7 @@ def metadata(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(raw: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GGUF name -> array, from Hugging Face's, the rows of q and k as llama.cpp's converter lays them."""
+    """Return arrays by GGUF name from Hugging Face's, with rows of q and k in the order of llama.cpp's converter."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
     heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     found = {}
@@ -73,7 +73,7 @@ def tensors(raw: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[str, np
 
 
 def stored(array: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
-    """`array` as this type stores it; random blocks where the library cannot quantise."""
+    """Return `array` as this type stores it, or random blocks if the library cannot quantize to it."""
     if kind == Kind.BF16:
         return array.astype(ml_dtypes.bfloat16).view(np.uint8)
     try:
@@ -86,7 +86,7 @@ def stored(array: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
 def write(
     file: Path, keys: dict[str, Any], arrays: dict[str, np.ndarray], kinds: dict[str, Kind] | None = None
 ) -> Path:
-    """Writes a file with the library; float32 but for `kinds`."""
+    """Write a file with the library, in float32 except for `kinds`."""
     writer = gguf.GGUFWriter(file, keys["general.architecture"])
     for key, value in keys.items():
         if key != "general.architecture":
@@ -109,7 +109,10 @@ def _type(value: Any) -> gguf.GGUFValueType:
 
 
 def model(file: Path, keys: dict[str, Any] | None = None, **changes: Any) -> tuple[Path, dict[str, np.ndarray]]:
-    """A random model of `RAW` with `changes`, and its Hugging Face weights; `keys` replace metadata, None removes."""
+    """Write a random model of `RAW` with `changes`; return the file and its Hugging Face weights.
+
+    `keys` replaces metadata; the value None removes a key.
+    """
     raw = RAW | changes
     weights = checkpoints.tensors(raw)
     words = metadata(raw) | (keys or {})
@@ -125,7 +128,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def entry(key: str | bytes, value: Any) -> bytes:
-    """A key and its value; bytes are a type and a value, as they are."""
+    """Return the bytes of a key and its value; a value given as bytes (type and value) is used as it is."""
     return text(key) + (value if isinstance(value, bytes) else _packed(value, True))
 
 
@@ -141,12 +144,12 @@ def _packed(value: Any, typed: bool = False) -> bytes:
 
 
 def info(name: str | bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
-    """What the header says of a tensor, its shape as NumPy has it."""
+    """Return a tensor's entry in the header, given its shape in NumPy's order."""
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, offset)
 
 
 def assemble(entries: Iterable[bytes], infos: Iterable[bytes], data: bytes) -> bytes:
-    """A file of these parts."""
+    """Return a file made of these parts."""
     entries, infos = list(entries), list(infos)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(entries)) + b"".join(entries) + b"".join(infos)
     return header + bytes(-len(header) % 32) + data

@@ -1,4 +1,4 @@
-"""Shared by the tests of gguf tokenizer and others."""
+"""Helpers for the GGUF tokenizer tests and others."""
 
 from tokenizers import pre_tokenizers
 
@@ -28,7 +28,7 @@ def check_same(ours, theirs, texts, ids):
 
 
 def splitting_digits(tokenizer):
-    """Transformers' tokenizer of a GGUF file, with the splits that tokenizer.json of a SmolLM has and it leaves out."""
+    """Add to transformers' tokenizer of a GGUF file the digit splits of a SmolLM's tokenizer.json, which it omits."""
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     return tokenizer

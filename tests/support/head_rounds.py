@@ -1,4 +1,4 @@
-"""Shared by the tests of heads and others."""
+"""Helpers for the tests of trained heads and others."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ V, NEW = TARGET.config.vocab_size, 20
 
 
 def rounds(target, drafter, batch, length, rule, limits, eos_ids=(-1,)):
-    """The states before the first round and after every other."""
+    """Yield the state before the first round and after each round."""
     tokens, lengths, keys = batch
     tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
     transforms = toys.both_transforms(jspec.SamplingParams(), len(lengths))

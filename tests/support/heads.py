@@ -1,4 +1,4 @@
-"""Trained-head drafters with random weights, and a target whose law they can know."""
+"""Trained-head drafters with random weights, and a target whose distribution they can know."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from jspec.drafters.heads.kangaroo import KangarooDrafter
 from jspec.drafters.heads.medusa import MedusaDrafter
 from support import toys
 
-# Logits of a text that goes round in a circle of 8 tokens.
+# Logits of a text that cycles through 8 tokens.
 CIRCLE = 20 * np.roll(np.eye(8), 3, axis=1)
 
 
 def drawn(module, seed=0):
-    """`module` with random matrices and biases; what it computes is far from what it was given."""
+    """Return `module` with random matrices and biases, so that its output is far from its input."""
     rng = np.random.default_rng(seed)
 
     def draw(leaf):
@@ -27,8 +27,8 @@ def drawn(module, seed=0):
 
 
 def loaded(linear, ours):
-    """`linear` with the weights of a `jspec.models.layers.Linear` or of an output head."""
-    import torch  # not everywhere the tests run
+    """Copy the weights of a `jspec.models.layers.Linear` or of an output head into `linear`, and return it."""
+    import torch  # not installed wherever the tests run
 
     linear.weight.data = torch.tensor(np.array(ours.weight[...].T))
     if linear.bias is not None:
@@ -57,7 +57,7 @@ def vectors(target, count=2, seed=0):
 
 
 def markov_llama(table):
-    """A Llama whose logits behind a token are ``table[token]``, whatever came before: its layers add nothing."""
+    """Return a Llama whose logits after a token are always ``table[token]``, because its layers add nothing."""
     model = toys.tiny_llama(0, 2)
     size = model.config.hidden_size
     for layer in model.layers:
@@ -69,12 +69,12 @@ def markov_llama(table):
 
 
 def output_head(table, size):
-    """``[E, V]``, which makes ``table[token]`` of a token's one-hot vector behind a norm."""
+    """Return the head ``[E, V]`` that maps a token's one-hot vector after a norm to ``table[token]``."""
     return jnp.pad(jnp.asarray(table, jnp.float32), ((0, size - len(table)), (0, 0))) * size**-0.5
 
 
 class _Counted(jspec.Llama):
-    """Notes every pass that is really run, by its tokens."""
+    """A Llama that records the number of tokens of every pass that really runs."""
 
     def forward_with_features(self, tokens, *arguments, **options):
         jax.debug.callback(lambda: _PASSES.append(tokens.shape[1]))
@@ -85,14 +85,14 @@ _PASSES = []
 
 
 def counted(target):
-    """The tokens of each pass that `target` runs from now on."""
+    """Return a list that grows with every pass of `target`, by its number of tokens."""
     target.__class__ = _Counted
     _PASSES.clear()
     return _PASSES
 
 
 def check_always_right(target, drafter, temperature, num_draft_tokens=3, accept="rejection"):
-    """Behind prompts that the target could have written, 24 tokens, 4 a round."""
+    """Check 24 tokens after prompts that the target could have written: all drafts are accepted, 4 tokens per round."""
     tokens, keys = (3 * np.arange(4) + [[0], [5]]) % 8, jax.random.split(jax.random.key(0), 2)
     sampling = jspec.SamplingParams(temperature=temperature)
     length = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}

@@ -1,4 +1,4 @@
-"""Medusa's and Hydra's heads and Kangaroo's adapter in PyTorch, as their authors have them, with weights of ours."""
+"""Medusa's and Hydra's heads and Kangaroo's adapter in PyTorch, as their authors wrote them, with jspec's weights."""
 
 import math
 
@@ -10,7 +10,7 @@ from support import heads
 
 
 class ResBlock(nn.Module):
-    """Hydra's; with nothing to go by beside its own width, Medusa's."""
+    """Hydra's block; with no condition besides its own width, it is Medusa's."""
 
     def __init__(self, hidden_size, num_condition=0):
         super().__init__()
@@ -24,7 +24,7 @@ class ResBlock(nn.Module):
 
 
 def medusa(ours, x):
-    """What the head makes of ``x[B, S, E]``."""
+    """Return the head's output for ``x[B, S, E]``."""
     blocks = [ResBlock(x.shape[-1]) for _ in ours.blocks]
     for block, own in zip(blocks, ours.blocks, strict=True):
         heads.loaded(block.linear, own.linear)
@@ -33,7 +33,7 @@ def medusa(ours, x):
 
 
 def hydra(ours, z, num_tokens):
-    """What the head makes of ``z[B, S, (num_tokens + 1) E]``."""
+    """Return the head's output for ``z[B, S, (num_tokens + 1) E]``."""
     size = z.shape[-1] // (num_tokens + 1)
     blocks = [ResBlock(size, num_tokens), *(ResBlock(size) for _ in ours.blocks)]
     heads.loaded(blocks[0].linear, ours.linear)
@@ -47,12 +47,12 @@ def hydra(ours, z, num_tokens):
 
 
 def norm(x, ours):
-    """LlamaRMSNorm."""
+    """Apply LlamaRMSNorm."""
     return torch.tensor(np.array(ours.weight[...])) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ours.eps)
 
 
 def rotated(x, base=10000):
-    """Of ``[B, H, S, D]`` as apply_rotary_pos_emb."""
+    """Rotate ``[B, H, S, D]`` as apply_rotary_pos_emb does."""
     size = x.shape[-1]
     angles = torch.outer(torch.arange(x.shape[2]), base ** (-torch.arange(0, size, 2) / size))
     cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
@@ -60,7 +60,7 @@ def rotated(x, base=10000):
 
 
 def kangaroo(adapter, x):
-    """What the authors' AdapterModel makes of ``x[B, S, E]``."""
+    """Return the output of the authors' AdapterModel for ``x[B, S, E]``."""
     config, attention, x = adapter.config, adapter.self_attn, torch.tensor(np.array(x))
     heads_, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = norm(x, adapter.input_layernorm) @ torch.tensor(np.array(attention.qkv_proj.weight[...]))

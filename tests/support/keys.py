@@ -1,4 +1,4 @@
-"""Shared by the tests of keys and others."""
+"""Helpers for the key tests and others."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax.extend.random import define_prng_impl
 from jspec.core import keys
 from jspec.tuning.tune_chain import TRIALS
 
-# Every position of a text, each power of two and what is beside it: where a number that is too narrow begins anew.
+# Every position of a text, and the powers of two with their neighbours, where too narrow an integer would wrap.
 POWERS = 1 << np.arange(13, 28)
 
 
@@ -16,16 +16,16 @@ POSITIONS = np.unique([*range(4096), *(POWERS - 1), *POWERS[:-1]]).astype(np.int
 
 
 def repeated_streams():
-    """How many streams of one request are met again, its trials and itself included, and how many there are."""
+    """Return how many of a request's streams repeat, including its trials and itself, and how many are distinct."""
     own = jax.random.split(jax.random.key(4), 1)
     streams = [keys.stream(own, jnp.asarray(POSITIONS)[None], purpose)[0] for purpose in keys.Purpose]
-    # A round draws from keys made of such a stream in turn.
+    # A round draws from keys that are made from such a stream in turn.
     rounds = [
         keys.stream(streams[purpose][:64], jnp.arange(64)[:, None] + jnp.arange(4), purpose).ravel()
         for purpose in (keys.Purpose.DRAFT, keys.Purpose.ACCEPT)
     ]
     trials = [keys.trial_keys(own, number) for number in range(TRIALS)]
-    # Siblings and cousins in a tree, of a request and of such a round.
+    # Siblings and cousins in a tree, for a request and for such a round.
     grid = jnp.broadcast_to(jnp.arange(64), (64, 64))
     siblings = [
         keys.stream(keys.of_sibling(of, rank), grid[: len(of)], purpose).ravel()
@@ -38,7 +38,7 @@ def repeated_streams():
     return len(data) - distinct, distinct
 
 
-# Keys whose random bits are all alike: word for word what the key itself is.
+# Keys whose random bits are all alike: every word equals the key itself.
 CONSTANT = define_prng_impl(
     key_shape=(1,),
     seed=lambda seed: jnp.asarray(seed, jnp.uint32)[None],
@@ -49,12 +49,12 @@ CONSTANT = define_prng_impl(
 )
 
 
-# The least that the farthest noise must be.
+# The least value that the farthest noise must reach.
 REACH = -np.log(np.finfo(np.float32).tiny) - 1 if jax.__version_info__ < (0, 12) else 46.5 * np.log(2)
 
 
 def farthest_noise():
-    """The largest Gumbel noise that there is: it comes from bits that are all 0 or all 1."""
+    """Return the largest possible Gumbel noise, which comes from bits that are all 0 or all 1."""
     extremes = jax.random.wrap_key_data(jnp.array([[0], [2**32 - 1]], jnp.uint32), impl=CONSTANT)
     noise = np.asarray(keys.gumbel(extremes, 9))
     assert np.isfinite(noise).all()

@@ -1,4 +1,4 @@
-"""Shared by the tests of law and others."""
+"""Helpers for the distribution tests and others."""
 
 import functools
 
@@ -12,7 +12,7 @@ from support import oracle, toys
 
 
 def filled(batch, **settings):
-    """`SamplingParams` with an array in every field, so that all settings share one compiled program."""
+    """Return `SamplingParams` with an array in every field, so that all settings share one compiled program."""
     settings = {"draft_temperature": settings.get("temperature", 1.0), **settings}
     defaults = {name: getattr(SamplingParams(), name) for name in toys.SPREAD_PARAMS}
     fields = {name: jnp.full(batch, settings.get(name, default), jnp.float32) for name, default in defaults.items()}
@@ -26,20 +26,20 @@ NUM_TOKENS, VOCAB = 3, 8
 
 
 def default(name, row):
-    """What a row has that does not say."""
+    """Return the value of a setting that `row` does not name."""
     known = {"draft_temperature": row.get("temperature", 1.0), "logit_bias": np.zeros(VOCAB)}
     return known.get(name, getattr(SamplingParams(), name))
 
 
 @functools.cache
 def llama_pair():
-    """A target of two layers, a draft made from its first layer, and an unrelated draft."""
+    """Return a two-layer target, a draft made from its first layer, and an unrelated draft."""
     target = toys.tiny_llama(10)
     return target, {"related": toys.tiny_llama(11, 1, related_to=target), "unrelated": toys.tiny_llama(12, 1)}
 
 
 def exact_law(target, prompt, settings):
-    """``float64[512]``, from the target's own logits over every text, the sampling redone in float64."""
+    """Return the joint distribution, ``float64[512]``, from the target's logits over every text, sampled in float64."""
     texts = np.stack(np.unravel_index(np.arange(VOCAB**2), (VOCAB, VOCAB)), axis=1)
     width = max(map(len, PROMPTS)) + 2
     tokens = np.zeros((len(texts), width), np.int32)
@@ -61,7 +61,7 @@ plain = jax.jit(lambda model, tokens: model(tokens))
 
 @functools.partial(jax.jit, static_argnames=("rule", "k"))
 def text_counts(target, drafter, tokens, lengths, keys, sampling, rule, k):
-    """``int[B, 512]``: the texts of ``keys[N, B]``, the batch N times over in one call of the public function."""
+    """Count the outputs of ``keys[N, B]`` as ``int[B, 512]``, with N copies of the batch in one public call."""
 
     def copies(part):
         return jnp.tile(part, (len(keys), *[1] * (part.ndim - 1))) if np.ndim(part) else part

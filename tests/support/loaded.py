@@ -1,4 +1,4 @@
-"""Shared by the tests of convert load and others."""
+"""Helpers for the tests of `convert.load` and others."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ def join(weights: dict[str, np.ndarray], names: list[str]) -> np.ndarray:
 
 
 def expected_params(weights: dict[str, np.ndarray], raw: dict) -> dict[str, np.ndarray]:
-    """Our arrays from Hugging Face's, spelled out apart from the table under test."""
+    """Return jspec's arrays from Hugging Face's, spelled out independently of the table under test."""
     params = {
         "embed_tokens.weight": weights["model.embed_tokens.weight"],
         "norm.weight": weights["model.norm.weight"],

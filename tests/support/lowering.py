@@ -1,10 +1,10 @@
-"""Programs lowered for devices that need not be here."""
+"""Programs lowered for devices that need not be present."""
 
 import pytest
 
 
 def lowered(traced, platform):
-    """The text of a traced program as it is lowered for a platform; the test is skipped where jax cannot."""
+    """Return the text of a traced program lowered for a platform; skip the test if JAX cannot lower it."""
     try:
         return traced.lower(lowering_platforms=(platform,)).as_text()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Shared by the tests of matrix and others."""
+"""Helpers for the matrix tests and others."""
 
 import functools
 
@@ -13,7 +13,7 @@ from support.oracle import ALPHA
 SETTINGS = ({"temperature": 0.0}, {"temperature": 0.7}, {"min_p": 0.2, "repetition_penalty": 1.4})
 
 
-# Some prompts repeat themselves, so that lookup has something to find.
+# Some prompts repeat themselves, so that lookup finds something.
 PROMPTS = ((6, 1, 6, 1), (5,), (4, 4, 0, 4), (2, 7, 2), (3, 3))
 
 
@@ -24,18 +24,18 @@ def pair():
 
 
 def ragged(count):
-    """A batch of the first `count` prompts, in which the settings take turns; three meet every setting."""
+    """Return the first `count` prompts, with the settings in turn; three prompts meet every setting."""
     return list(PROMPTS[:count]), [SETTINGS[i % len(SETTINGS)] for i in range(count)]
 
 
 def text_p_values(drafter, rule, draws, k, batches=None):
-    """(number of the batch, row) -> p-value of its texts against the target's enumerated law."""
+    """Return (batch number, row) -> the p-value of its outputs against the target's enumerated distribution."""
     target, p_values = pair()[0], {}
     for number, (prompts, settings) in enumerate(batches or [ragged(3)]):
         tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        # Arrays, and no fields but these: few programs, and small ones. Of the filters it is the one that costs least.
+        # Use arrays, and only these fields, to keep programs few and small. min_p is the cheapest of the filters.
         off = {"temperature": 1, "min_p": 0, "repetition_penalty": 1}
         sampling = SamplingParams(
             **{name: np.array([row.get(name, off[name]) for row in settings], np.float32) for name in off}
@@ -48,7 +48,7 @@ def text_p_values(drafter, rule, draws, k, batches=None):
 
 
 def check_texts(report, p_values, draws, tests):
-    """Report the smallest of `p_values`; `tests` such checks share ALPHA."""
+    """Report the smallest of `p_values`, and check it; `tests` such checks share ALPHA."""
     worst, alpha = min(p_values, key=p_values.get), ALPHA / len(p_values) / tests
     report(
         settings=len(p_values),

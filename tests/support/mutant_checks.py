@@ -1,4 +1,4 @@
-"""Shared by the tests of mutants and others."""
+"""Helpers for the mutant tests and others."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SETTINGS |= {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_pena
 
 
 def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRAWS):
-    """`draws` texts of up to three tokens from whatever jspec is at this moment; other settings are left out of it."""
+    """Return `draws` outputs of up to three tokens from jspec as patched now, with only the given settings."""
     target, other = toys.markov_pair(7)
     fields = {name: jnp.float32(value) for name, value in sampling_settings.items()}
     transforms = toys.both_transforms(sampling.SamplingParams(**fields), draws)
@@ -30,7 +30,7 @@ def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRA
 
 
 def law(settings=SETTINGS, **options):
-    """p of the joint law of the texts, and the power to see at `ALPHA` a bias of the size that was seen."""
+    """Return the p-value of the outputs' joint distribution, and the power to detect the observed bias at `ALPHA`."""
     table = np.asarray(toys.markov_pair(7)[0].table)
 
     def next_law(text):
@@ -41,7 +41,7 @@ def law(settings=SETTINGS, **options):
     observed = np.bincount(np.asarray(out.tokens) @ [VOCAB**2, VOCAB, 1], minlength=VOCAB**NUM_TOKENS)
     statistic, freedom = oracle.chi_square(observed, oracle.joint_law(next_law, VOCAB, NUM_TOKENS, eos=(EOS,)))
     seen = max(statistic - freedom, 0)
-    # scipy's noncentral law is slow and of no use where the statistic is astronomic.
+    # scipy's noncentral chi-square is slow, and useless if the statistic is astronomic.
     power = 1.0 if seen > 1e4 else stats.ncx2.sf(stats.chi2.isf(ALPHA, freedom), freedom, seen)
     p, sees = oracle.p_of(statistic, freedom), oracle.detectable(observed.sum(), freedom)
     return p, f"p = {p:.1e}, power {power:.4f}, sees any tv of {sees:.3f}"

@@ -1,6 +1,6 @@
-"""Planted bugs: each is a bug somebody shipped or might, put into jspec by wrapping one of its functions.
+"""Planted bugs: each one was or might be shipped, and is put into jspec by wrapping one of its functions.
 
-``patch(owner, name, value)`` is `setattr` that ends with the test. What each is caught by is in `test_mutants`.
+``patch(owner, name, value)`` is a `setattr` that is undone after the test. `test_mutants` says what catches each bug.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ RULE_MODULES = block, coupled, rejection, traversal, walk
 
 
 def in_rules(patch, name, value):
-    """Patch what is called `name` in every file of rules that uses it."""
+    """Patch `name` in every rules module that uses it."""
     for module in RULE_MODULES:
         if hasattr(module, name):
             patch(module, name, value)
 
 
 def shared_noise(patch):
-    """Drafts are drawn with the noise the correction will be drawn with."""
+    """Draw drafts with the noise that the correction will be drawn with."""
     noise = keys.target_noise
     patch(rounds, "draft_noise", lambda keys, positions, size, _: noise(keys, positions, size)[:, :, None])
 
@@ -44,7 +44,7 @@ def one_key_for_all_rows(patch):
 
 
 def raw_q(patch):
-    """The draft is drawn from its transformed law, and judged by the raw one."""
+    """Draw the draft from its transformed distribution, but verify it against the raw one."""
     token_probs, draw, transformed = drafting.token_probs, Context.draw, []
 
     def raw(logits, transforms, token_counts):
@@ -69,7 +69,7 @@ def rounded_to_bfloat16(patch):
 
 
 def inclusive_comparison(patch):
-    """``u q <= p``: the same as ``<`` but where both are 0, which is where it matters."""
+    """Compare with ``u q <= p``: this differs from ``<`` only if both sides are 0, which is where it matters."""
     count_accepted, least = rejection.count_accepted, np.finfo(np.float32).tiny
     in_rules(patch, "count_accepted", lambda u, draft, p: count_accepted(u, draft, jnp.maximum(p, least)))
 
@@ -95,7 +95,7 @@ def temperature_on_one_side(patch):
 
 
 def unclamped_residual(patch):
-    """``norm(|p - q|)``: what is left where q is larger counts as well."""
+    """Use ``norm(|p - q|)`` as the residual, which also counts the tokens for which q is larger."""
 
     def mutant(target_probs, draft_probs):
         left = target_probs - draft_probs
@@ -105,13 +105,13 @@ def unclamped_residual(patch):
 
 
 def weight_left_out(patch):
-    """What is left after a refused block is taken off the whole of p, not off the share that the block left."""
+    """Compute the residual after a rejected block from the whole of p, not from the share that the block left."""
     next_probs = rejection.next_probs
     in_rules(patch, "next_probs", lambda n, draft, p, weight=None: next_probs(n, draft, p))
 
 
 def weight_not_carried(patch):
-    """Each token is weighed by itself, as if those before it had been drawn from p."""
+    """Weigh each token by itself, as if the tokens before it had been drawn from p."""
     block_weights = block.block_weights
 
     def mutant(draft, p):
@@ -127,7 +127,7 @@ def verified_one_position_off(patch):
 
 
 def top_p_after_the_residual(patch):
-    """The target is compared without top-p, which then cuts the law of the correction."""
+    """Compare with the target without top-p, and apply top-p to the correction's distribution."""
     token_probs, next_probs, cut = verification.token_probs, rejection.next_probs, []
 
     def uncut(logits, transforms, *history):
@@ -154,7 +154,7 @@ def penalty_not_advanced_in_verify(patch):
 
 
 def penalty_not_advanced_in_draft(patch):
-    """Draft laws stay honest, so the text stays exact: what it costs is acceptance."""
+    """Keep the penalty fixed while drafting. Draft distributions stay correct, so only the acceptance rate drops."""
     patch(drafting, "add_tokens", lambda token_counts, tokens, keep: token_counts)
 
 
@@ -168,7 +168,7 @@ def eos_ignored(patch):
 
 
 def picked_by_position(patch):
-    """Which drafter drew the token is decided row by row, whose law it comes with position by position."""
+    """Choose a token's drafter row by row, but the drafter of its distribution position by position."""
 
     def propose(self, state, context, num_draft_tokens):
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
@@ -193,7 +193,7 @@ def _forgets(patch, forgotten):
 
 
 def repetition_forgotten(patch):
-    """`LogitsTransforms.penalised` does not look at one of the penalties, so alone that has no effect."""
+    """Hide one penalty from `LogitsTransforms.penalised`, so that this penalty alone has no effect."""
     _forgets(patch, "repetition")
 
 
@@ -206,7 +206,7 @@ def frequency_forgotten(patch):
 
 
 def temperature_forgotten_alone(patch):
-    """A short cut for drafts without filters says their law is that at temperature 1."""
+    """Take a shortcut: without filters, report the draft's distribution at temperature 1."""
     token_probs, draw, transformed = drafting.token_probs, Context.draw, []
 
     def mutant(logits, transforms, token_counts):
@@ -219,7 +219,7 @@ def temperature_forgotten_alone(patch):
 
 
 def _wrap_stream(patch, change):
-    """``change(positions, purpose)`` comes before `keys.stream`."""
+    """Apply ``change(positions, purpose)`` before `keys.stream`."""
     stream = keys.stream
 
     def mutant(row_keys, *name):
@@ -251,7 +251,7 @@ def gumbel_of_low_mode(patch):
 
 
 def masses_rounded_to_bfloat16(patch):
-    """`lax.reduce_precision`, for a pair of casts XLA removes."""
+    """Round with `lax.reduce_precision`, because XLA removes a pair of casts."""
 
     class Numpy:
         def __getattr__(self, name):

@@ -1,4 +1,4 @@
-"""A script in a process of its own, with so many devices, for JAX counts them once."""
+"""A script in a process of its own with a given number of devices, because JAX counts devices only once."""
 
 import os
 import subprocess

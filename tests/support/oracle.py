@@ -1,6 +1,6 @@
-"""What the shipped code is held to: sampling laws in float64 NumPy, exact enumeration, and chi-square with its power.
+"""The reference for the shipped code: float64 NumPy distributions, exact enumeration, and chi-square with its power.
 
-Nothing here imports jspec, except that `acceptance_thresholds` measures a function it is handed.
+Nothing here imports jspec; `acceptance_thresholds` only measures a function that it is given.
 """
 
 import itertools
@@ -13,7 +13,7 @@ POWER = 0.999
 
 
 def softmax(logits):
-    """Float64 softmax over the last axis."""
+    """Return the float64 softmax over the last axis."""
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
@@ -32,7 +32,10 @@ def sampling_law(
     prompt=(),
     generated=(),
 ):
-    """The law ``float64[V]`` of the next token after `prompt` and `generated`, by sorting; see `SamplingParams`."""
+    """Return the next token's distribution ``float64[V]`` after `prompt` and `generated`, by sorting.
+
+    See `SamplingParams`.
+    """
     logits = np.asarray(logits, np.float64) + np.asarray(logit_bias, np.float64)
     logits = _penalised(logits, repetition_penalty, presence_penalty, frequency_penalty, prompt, generated)
     if temperature == 0:
@@ -53,7 +56,7 @@ def _penalised(logits, repetition, presence, frequency, prompt, generated):
 
 
 def nucleus(probs, tail_mass):
-    """Which tokens top-p keeps: the least likely, ties by index, are dropped while their mass is within `tail_mass`."""
+    """Return which tokens top-p keeps: it drops the least likely, ties by index, while their mass is <= `tail_mass`."""
     if tail_mass <= 0:
         return np.ones(probs.size, bool)
     order = np.argsort(probs, kind="stable")
@@ -64,7 +67,8 @@ def nucleus(probs, tail_mass):
 
 
 def joint_law(next_law, vocab_size, num_tokens, eos=()):
-    """The law ``float64[V^num_tokens]`` of a text, as base-V numbers; after a token of `eos` come zeros.
+    """Return the joint distribution ``float64[V^num_tokens]`` of texts as base-V numbers; zeros follow a token of
+    `eos`.
 
     Args:
         next_law: ``(generated tuple) -> float64[V]``.
@@ -81,7 +85,7 @@ def joint_law(next_law, vocab_size, num_tokens, eos=()):
 
 
 def sample_with_noise(noise, probs):
-    """Return the draws ``int[N]`` of `sample_with_noise`, in float64, from noise ``[N, 2, W]`` and laws ``[N, V]``."""
+    """Return the float64 draws ``int[N]`` of `sample_with_noise` from noise ``[N, 2, W]`` and `probs` ``[N, V]``."""
     rows, (size, width) = np.arange(len(probs)), (probs.shape[-1], noise.shape[-1])
     blocks = np.pad(np.asarray(probs, np.float64), ((0, 0), (0, -size % width))).reshape(len(probs), -1, width)
     with np.errstate(divide="ignore"):
@@ -91,9 +95,10 @@ def sample_with_noise(noise, probs):
 
 
 def acceptance_thresholds(accepts, shape, steps=50):
-    """For each entry, the number t such that ``accepts(u)`` is true below it and false above, by bisection.
+    """Return for each entry the t such that ``accepts(u)`` is true below it and false above, by bisection.
 
-    A measurement of the shipped acceptance test, not a formula: 0 where u = 0 is refused, 1 where 1 is accepted.
+    This measures the shipped acceptance test instead of using a formula: t is 0 if u = 0 is rejected, and 1 if 1 is
+    accepted.
 
     Args:
         accepts: ``(float64 array of `shape`) -> bool array``.
@@ -108,9 +113,9 @@ def acceptance_thresholds(accepts, shape, steps=50):
 
 
 def chi_square(counts, law):
-    """``(statistic, degrees of freedom)`` of `counts` against `law`; infinite where the impossible happened.
+    """Return ``(statistic, degrees of freedom)`` of `counts` against `law`; infinite if the impossible happened.
 
-    Cells with fewer than 10 expected draws are pooled, so that the chi-square law holds far out in its tail.
+    Cells with fewer than 10 expected draws are pooled, so that the chi-square distribution holds far out in its tail.
     """
     counts, expected = np.asarray(counts, float), np.asarray(law) * np.sum(counts)
     if counts[expected == 0].any():
@@ -120,7 +125,7 @@ def chi_square(counts, law):
     expected = np.append(expected[~small], expected[small].sum())
     live = expected > 0
     if expected[-1] < 10 and live.sum() > 1:
-        # The pool itself is too small: it joins the smallest cell that is left.
+        # The pool itself is too small: merge it into the smallest remaining cell.
         smallest = np.argmin(expected[:-1])
         counts[smallest] += counts[-1]
         expected[smallest] += expected[-1]
@@ -130,23 +135,23 @@ def chi_square(counts, law):
 
 
 def p_value(counts, law):
-    """The chance of a chi-square at least this large when `counts` do come from `law`."""
+    """Return the probability of a chi-square at least this large if `counts` do come from `law`."""
     statistic, freedom = chi_square(counts, law)
     return p_of(statistic, freedom)
 
 
 def p_of(statistic, freedom):
-    """Upper tail of the chi-square law; 1 where there is nothing to compare."""
+    """Return the upper tail of the chi-square distribution, or 1 if there is nothing to compare."""
     return float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
 
 
 def power(draws, distance, freedom, alpha=ALPHA):
-    """The least power against any law at total variation `distance`, whose noncentrality is at least ``4 N d^2``."""
+    """Return the least power at total variation `distance`, where the noncentrality is at least ``4 N d^2``."""
     return float(stats.ncx2.sf(stats.chi2.isf(alpha, freedom), freedom, 4 * draws * distance**2))
 
 
 def detectable(draws, freedom, alpha=ALPHA):
-    """The total variation that `draws` reveal at `alpha` with power 0.999."""
+    """Return the total variation that `draws` reveal at `alpha` with power 0.999."""
     distances = np.geomspace(1e-5, 1, 2000)
     powers = stats.ncx2.sf(stats.chi2.isf(alpha, freedom), freedom, 4 * draws * distances**2)
     return float(distances[np.argmax(powers >= POWER)])

@@ -1,4 +1,4 @@
-"""Shared by the tests of own trees and others."""
+"""Helpers for the tests of drafters with their own trees, and others."""
 
 import functools
 
@@ -13,7 +13,7 @@ def context(tokens, lengths, vocab_size):
 
 
 def matches(tokens, max_ngram, min_ngram):
-    """Ends of earlier matches of the last tokens, the longest first, then the most recent."""
+    """Return the ends of earlier matches of the last tokens, longest first, then most recent."""
     found = []
     for end in range(len(tokens) - 1):
         size = 0

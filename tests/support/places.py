@@ -1,4 +1,4 @@
-"""Shared by the tests of docs and others."""
+"""Helpers for the documentation tests and others."""
 
 from pathlib import Path
 

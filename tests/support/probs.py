@@ -1,4 +1,4 @@
-"""Shared by the tests of probs and others."""
+"""Helpers for the tests of `jspec.core.probs` and others."""
 
 import jax
 import numpy as np
@@ -14,16 +14,17 @@ NEAR = 1e-5
 
 
 def law(rng, rows, vocab_size):
-    """Laws with a head and a long tail, as language models have them: probabilities from 0.1 down to 1e-9 and 0."""
+    """Return distributions with a head and a long tail, like a language model's: from 0.1 down to 1e-9 and 0."""
     weights = np.exp(3.0 * rng.normal(size=(rows, vocab_size))) * (rng.random((rows, vocab_size)) < 0.9)
     return (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
 
 
 def near_ties(rng, laws, width):
-    """Noise ``float32[N, 2, W]`` with a tie but for `NEAR`: in even rows of two blocks, in odd ones of two tokens.
+    """Return noise ``float32[N, 2, W]`` with ties up to `NEAR`, of two blocks in even rows and of two tokens in odd
+    rows.
 
-    Everything else is far behind. So if the score of a block is off the log of its mass by more than `NEAR`, or that of
-    a token off the log of its probability, about half of the ties fall wrong.
+    Everything else is far behind. So if a block's score is off the log of its mass by more than `NEAR`, or a token's
+    score off the log of its probability, about half of the ties fall wrong.
     """
     noise = np.full((len(laws), 2, width), -100.0)
     for row, masses in enumerate(laws.astype(float)):
@@ -40,11 +41,11 @@ def near_ties(rng, laws, width):
 
 
 def wrong_draws(rows=40, vocab_size=LLAMA_3, seed=0):
-    """How many of `rows` near ties, and of as many draws with Gumbel noise, `choose` gets wrong; and the last token."""
+    """Return the number of wrong draws, of `rows` near ties and as many with Gumbel noise, and the last token drawn."""
     rng = np.random.default_rng(seed)
     laws = law(rng, rows, vocab_size)
     drawn = np.asarray(gumbel(jax.random.split(jax.random.key(seed), rows), vocab_size))
-    sample_with_noise = jax.jit(lambda *args: probs.sample_with_noise(*args))  # as it is at this moment
+    sample_with_noise = jax.jit(lambda *args: probs.sample_with_noise(*args))  # as patched now
     wrong, last = 0, 0
     for noise in (near_ties(rng, laws, drawn.shape[-1]), drawn):
         tokens = np.asarray(sample_with_noise(noise, laws))

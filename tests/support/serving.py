@@ -1,4 +1,4 @@
-"""Shared by the tests of serve and others."""
+"""Helpers for the server tests and others."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from jspec.text import pieces
 
 
 def alone(running, prompt, seed, index, count=12, **sampling):
-    """The tokens that `jspec.generate` gives for choice `index`, and their log-probabilities."""
+    """Return the tokens that `jspec.generate` gives for choice `index`, their text, and their log-probabilities."""
     ids = prompt if isinstance(prompt, list) else running.tokenizer(prompt)["input_ids"]
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
     batch, sampling = (np.array([ids]), np.array([len(ids)]), key[None]), jspec.SamplingParams(**sampling)
@@ -23,7 +23,7 @@ def alone(running, prompt, seed, index, count=12, **sampling):
 
 
 def metrics(running):
-    """Every counter, with its labels but for the model's name."""
+    """Return every counter by its name and labels, except for the model's name."""
     families = text_string_to_metric_families(httpx.get(f"{running.url}/metrics").text)
     return Counter(
         {

@@ -1,4 +1,4 @@
-"""Shared by the tests of serve life and others."""
+"""Helpers for the tests of a running server's failures, and others."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ def post(running, body, path="completions", **options):
 
 
 def until(true):
-    """Wait for it."""
+    """Wait until `true()` holds."""
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
@@ -30,7 +30,7 @@ def until(true):
 
 @contextlib.contextmanager
 def asking(running, body, count=1):
-    """Requests that are under way at the same time; ``answers()`` waits for all."""
+    """Send concurrent requests; ``answers()`` waits for all of them."""
     found = [None] * count
 
     def ask(i):
@@ -50,15 +50,15 @@ def asking(running, body, count=1):
 
 
 def texts_of(stream):
-    """What the events of a stream say, and the last of them."""
-    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]  # no pings
+    """Return the text of a stream's events, the events, and the last of them."""
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]  # without pings
     parts = [json.loads(event) for event in events[:-1]]
     return "".join(choice["text"] for part in parts for choice in part.get("choices", [])), parts, events[-1]
 
 
 @contextlib.contextmanager
 def connected(running, body, header="Connection: close"):
-    """A bare connection on which a completion was asked for; what comes is not read."""
+    """Open a bare connection and request a completion on it; the answer is not read."""
     host, port = running.url.removeprefix("http://").split(":")
     sent = json.dumps(body).encode()
     with socket.socket() as connection:

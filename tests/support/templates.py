@@ -1,4 +1,4 @@
-"""Shared by the tests of prompts and others."""
+"""Helpers for the prompt tests and others."""
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

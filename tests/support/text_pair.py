@@ -1,4 +1,4 @@
-"""A tiny pair on disk, with a byte-level tokenizer: what a Hugging Face download looks like."""
+"""A tiny pair on disk with a byte-level tokenizer, like a download from Hugging Face."""
 
 from pathlib import Path
 
@@ -14,9 +14,10 @@ RAW = checkpoints.raw_config(vocab_size=257 + len(MERGES), bos_token_id=None, eo
 
 
 def tokenizer(swapped: int | None = None, bos: bool = False) -> PreTrainedTokenizerFast:
-    """End of text, 256 bytes and a few merges; with `swapped`, that id and the next mean each other's token.
+    """Return a tokenizer with end of text, 256 bytes and a few merges.
 
     Args:
+        swapped: an id that exchanges its token with the next id.
         bos: start every text with the end-of-text token, as Llama tokenizers do with theirs.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -32,14 +33,14 @@ def tokenizer(swapped: int | None = None, bos: bool = False) -> PreTrainedTokeni
 
 
 def write(folder: Path, distance: float = 0.0, **changes) -> Path:
-    """A checkpoint with its tokenizer; `distance` is how far its weights are from those of the target (0).
+    """Write a checkpoint with its tokenizer; `distance` is how far its weights are from the target's (0).
 
     Args:
-        changes: of the config.json.
+        changes: changes to the config.json.
     """
     near, far = (checkpoints.tensors(RAW | changes, seed=seed) for seed in (0, 1))
     weights = {name: near[name] + np.float32(distance) * far[name] for name in near}
-    weights["lm_head.weight"] *= 8  # laws as peaked as those of a trained model
+    weights["lm_head.weight"] *= 8  # distributions as peaked as a trained model's
     checkpoints.write(folder, RAW | changes, weights)
     (folder / "tokenizer.model").unlink()
     tokenizer().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Shared by the tests of tokenizer file and others."""
+"""Helpers for the tests of tokenizer.json files and others."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ ALPHABETS = (
 
 
 def strings(count):
-    """Texts of every kind, special tokens in some of them."""
+    """Yield texts of every kind, some of them with special tokens."""
     rng = np.random.default_rng(0)
     words = [*Path(__file__).read_text(encoding="utf-8").split(" "), text_pair.END, "<|endoftext|>", "<|more|>"]
     for number in range(count):

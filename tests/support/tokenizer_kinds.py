@@ -1,4 +1,4 @@
-"""Tokenizers of many kinds, as tokenizer.json files hold them, and texts of many scripts."""
+"""Tokenizers of many kinds, as found in tokenizer.json files, and text in many scripts."""
 
 import functools
 import json
@@ -39,7 +39,7 @@ ALPHABETS = [
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Return texts of the alphabets above, alone and mixed."""
+    """Return texts over the alphabets above, alone and mixed."""
     rng = np.random.default_rng(seed)
     mixed = [*"".join(ALPHABETS)]
     words = ["hi", "  hi", "The the", "don't", "1234", "</s>", "<s>", "<|end|>", "<more>", " <more> ", "<mask>", "\n\n"]
@@ -90,7 +90,7 @@ def _split(pattern: str) -> pre.Split:
 def _sentencepiece_bpe(
     *, normalizer: object = None, pre_tokenizer: object = None, strip: bool = True, split: bool = False
 ) -> Tokenizer:
-    """Return a BPE model with a token for every byte, for characters that it does not know."""
+    """Return a BPE model with a token for every byte, used for characters that it does not know."""
     parts = {"pre_tokenizer": pre.Metaspace(prepend_scheme="first" if strip else "never", split=split)}
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<unk>", "<s>", "</s>", *BYTES], limit_alphabet=40, show_progress=False
@@ -170,7 +170,7 @@ def _wordlevel(**parts: object) -> Tokenizer:
 
 
 def _suffixed() -> Tokenizer:
-    """Return a BPE model that marks the ends of words, as those of GPT and CLIP."""
+    """Return a BPE model that marks the ends of words, like those of GPT and CLIP."""
     trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=["<unk>", "</s>"], end_of_word_suffix="</w>", show_progress=False
     )
@@ -247,5 +247,5 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 @functools.cache
 def kind(name: str) -> Tokenizer:
-    """Return the tokenizer of that name in `KINDS`."""
+    """Return the tokenizer called `name` in `KINDS`."""
     return KINDS[name]()

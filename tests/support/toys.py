@@ -1,4 +1,4 @@
-"""Tiny models whose laws are known: a Markov table that stands in for a Llama, and random Llamas of 8 tokens."""
+"""Tiny models with known distributions: a Markov table that stands in for a Llama, and random Llamas of 8 tokens."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ SPREAD_PARAMS = (
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class MarkovModel:
-    """A language model whose next logits depend on the last token alone: ``table[last]``, float32[V, V]."""
+    """A language model whose next logits depend only on the last token: ``table[last]``, float32[V, V]."""
 
     table: Array
 
@@ -48,13 +48,13 @@ class MarkovModel:
 
 
 def markov_pair(seed, vocab_size=8, scale=1.2):
-    """Target and draft tables, independent of each other and far from uniform."""
+    """Return target and draft tables, independent of each other and far from uniform."""
     tables = scale * np.random.default_rng(seed).normal(size=(2, vocab_size, vocab_size))
     return tuple(MarkovModel(jnp.asarray(table, jnp.float32)) for table in tables)
 
 
 def llama_config(num_layers, vocab_size=8, **details):
-    """A Llama of `vocab_size` tokens, hidden size 16, two query heads on one key/value head.
+    """Return the config of a Llama with `vocab_size` tokens, hidden size 16, and two query heads on one key/value head.
 
     Args:
         details: other fields, such as qk_norm.
@@ -80,7 +80,7 @@ def llama_config(num_layers, vocab_size=8, **details):
 
 
 def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9, **details):
-    """A random Llama with laws far from uniform, in which context and position matter.
+    """Return a random Llama with distributions far from uniform, in which context and position matter.
 
     Args:
         related_to: a Llama with at least as many layers, whose weights are mixed in with weight `closeness`.
@@ -99,19 +99,19 @@ def tiny_llama(seed, num_layers=2, related_to=None, closeness=0.9, **details):
 
 
 def both_transforms(params, batch):
-    """Target's and draft's transforms with one entry a row, nothing left out: one program for all settings."""
+    """Return both models' transforms with one entry per row and none left out, so all settings share one program."""
     return broadcast_rows(target_transforms(params), batch), broadcast_rows(draft_transforms(params), batch)
 
 
 def request(keys, lengths, limit, own: LogitsTransforms, drafts: LogitsTransforms, eos_ids=(-1,)):
-    """`RequestParams` as `decode_program` makes it."""
+    """Return `RequestParams` as `decode_program` makes them."""
     batch = keys.shape[0]
     eos = jnp.broadcast_to(jnp.asarray(eos_ids, jnp.int32), (batch, len(eos_ids)))
     return RequestParams(keys, lengths, jnp.full(batch, limit), eos, own, drafts)
 
 
 def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_tokens, rule=RULES["rejection"]):
-    """The shipped start and one shipped round, ``(DecodeState, RoundOutput)``, without a limit or end of text."""
+    """Run the shipped start and one shipped round, without limit or EOS; return ``(DecodeState, RoundOutput)``."""
     width, length = num_draft_tokens + 1, Fixed(num_draft_tokens)
 
     @jax.jit
@@ -124,7 +124,7 @@ def first_round(target, drafter, tokens, lengths, keys, transforms, num_draft_to
 
 
 def decode(target, drafter, *batch, max_new_tokens, num_draft_tokens, eos_ids=(-1,), rule=RULES["rejection"]):
-    """The shipped program, compiled anew at every call, so that a patched function is never hidden by a cache.
+    """Run the shipped program, compiled anew at every call so that no cache hides a patched function.
 
     `batch` is tokens, lengths, keys and transforms.
     """

@@ -1,4 +1,4 @@
-"""Run by test_training_devices.py, with so many devices: train in FOLDER on DATA until STEP, and print the curve."""
+"""Run by test_training_devices.py on N devices: train in FOLDER on DATA until STEP, and print the curve."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from support.trainings import chatty
 
 
 class Stopped(Exception):
-    """As Ctrl-C between two steps."""
+    """Raised between two steps, like Ctrl-C."""
 
 
 def main(folder, data, stop, kind):

@@ -1,4 +1,4 @@
-"""Shared by the tests of training and others."""
+"""Helpers for the training tests and others."""
 
 import json
 
@@ -10,7 +10,7 @@ from support import text_pair, toys
 TARGET, V = toys.tiny_llama(0, 3), 8
 
 
-LONG = toys.tiny_llama(0, 3, vocab_size=261)  # of the tokenizer's vocabulary
+LONG = toys.tiny_llama(0, 3, vocab_size=261)  # the tokenizer's vocabulary size
 
 
 def some_rows(count, size=12, seed=0):

@@ -1,4 +1,4 @@
-"""Shared by the tests of tune and others."""
+"""Helpers for the tuning tests and others."""
 
 import numpy as np
 
@@ -6,8 +6,11 @@ from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Output, Stats
 
 
 def made(rows, k):
-    """An `Output` of `rows`, each a list of rounds; a round is its number of accepted drafts, then "c", "b", "n" or "-"
-    where a correction, a bonus, a token without a draft or (cut off by the limit) nothing follows."""
+    """Return an `Output` for `rows`, each a list of rounds: the number of accepted draft tokens, and the end.
+
+    The end is "c" for a correction, "b" for a bonus, "n" for a token without a draft, or "-" if nothing follows (cut
+    off by the limit).
+    """
     after = {"c": [CORRECTED], "b": [BONUS], "n": [NO_DRAFT], "-": []}
     texts = [[o for n, end in rounds for o in [ACCEPTED] * n + after[end]] for rounds in rows]
     origins = np.zeros((len(rows), max(map(len, texts)) + 2), np.int8)

@@ -1,4 +1,4 @@
-"""Shared by the tests of walk and others."""
+"""Helpers for the tree-walk tests and others."""
 
 import functools
 import itertools
@@ -33,13 +33,13 @@ TOLERANCE = 1e-12
 
 
 def tables(rng, vocab_size, depth):
-    """Laws p and q behind every text of up to `depth` tokens: ``text -> float64[V]``."""
+    """Return distributions p and q after every text of up to `depth` tokens: ``text -> float64[V]``."""
     texts = [text for n in range(depth + 1) for text in itertools.product(range(vocab_size), repeat=n)]
     return tuple(dict(zip(texts, random_laws(rng, (len(texts), vocab_size)), strict=True)) for _ in range(2))
 
 
 def drafts(tree, q, replacement):
-    """Every draft there may be: ``(weight, tokens [N], laws [N, V])``."""
+    """Return every possible draft: ``(weight, tokens [N], distributions [N, V])``."""
     found = [(1.0, (), ())]
     for node in range(1, tree.size + 1):
         grown = []
@@ -51,7 +51,7 @@ def drafts(tree, q, replacement):
 
 
 def law_of(tree, q, node, tokens, replacement):
-    """The law that a node is drawn from: what its elder siblings have left of q behind its parent."""
+    """Return the distribution that a node is drawn from: what earlier siblings have left of q after its parent."""
     parent = tree.parents[node - 1]
     law = q[text_of(tree, parent, tokens)].copy()
     if not replacement:
@@ -60,12 +60,12 @@ def law_of(tree, q, node, tokens, replacement):
 
 
 def text_of(tree, node, tokens):
-    """The tokens down to a node."""
+    """Return the tokens on the path to a node."""
     return tuple(tokens[n - 1] for n in np.flatnonzero(tree.ancestors[node])[1:])
 
 
 def joint_law(tree, p, found, ends):
-    """The law ``[V^(depth + 1)]`` of a text whose first tokens came from one round over the drafts in `found`."""
+    """Return the joint distribution ``[V^(depth + 1)]`` of texts that start with a round over the drafts in `found`."""
     weights, tokens, laws = (np.array(part) for part in zip(*found, strict=True))
     behind = [[p[text_of(tree, node, row)] for node in range(tree.size + 1)] for row in tokens]
     draft, target_probs = Draft(jnp.asarray(tokens), jnp.asarray(laws), tree), jnp.asarray(behind)
@@ -78,7 +78,7 @@ def joint_law(tree, p, found, ends):
 
 
 def ends_of_walk(draft, target_probs, bound=whole):
-    """Of every node the chance ``[R]`` that `Rejection` ends there, and the law behind it."""
+    """Return for each node the probability ``[R]`` that `Rejection` ends there, and the distribution after it."""
     nodes = range(1, draft.topology.size + 1)
     thresholds = np.stack([threshold(draft, target_probs, node, bound) for node in nodes], axis=1)
     behind = jax.jit(functools.partial(law_behind, bound=bound))
@@ -86,7 +86,7 @@ def ends_of_walk(draft, target_probs, bound=whole):
 
 
 def ends_of_k_seq(draft, target_probs):
-    """The same of `KSeq`."""
+    """Return the same as `ends_of_walk`, for `KSeq`."""
     judge = jax.jit(lambda u: judge_alike(u, draft, target_probs))
     thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(judge(u)[0]), draft.tokens.shape)
     taken_of = judge(np.zeros(draft.tokens.shape))[1]
@@ -94,7 +94,7 @@ def ends_of_k_seq(draft, target_probs):
 
 
 def walked(draft, thresholds, law):
-    """Ends of a walk to the eldest child that is kept, each by its own threshold ``[R, N]``."""
+    """Yield the ends of a walk to the first accepted child, each accepted by its own threshold ``[R, N]``."""
     tree, rows = draft.topology, len(draft.tokens)
     for node in range(tree.size + 1):
         mass = np.prod([np.ones(rows), *(taken(tree, thresholds, n) for n in tree.paths[node] if n)], axis=0)
@@ -103,12 +103,12 @@ def walked(draft, thresholds, law):
 
 
 def ends_of_traversal(draft, target_probs):
-    """The same of `Traversal`, in which nodes are judged after all below them, and elder branches first."""
+    """Return the same for `Traversal`, which verifies nodes after all their descendants, and earlier branches first."""
     tree, rows = draft.topology, len(draft.tokens)
     run = jax.jit(lambda uniforms: traverse(uniforms, draft, target_probs))
 
     def alone(node, u):
-        """No other node is kept."""
+        """Run with every other node rejected."""
         return run(jnp.ones((rows, tree.size)).at[:, node - 1].set(jnp.asarray(u)))
 
     def weight(node):
@@ -128,7 +128,7 @@ def ends_of_traversal(draft, target_probs):
 
 
 def texts_behind(p, text, law, length):
-    """The law of whole texts that begin with `text` and a token of `law`, and go on as the target does."""
+    """Return the joint distribution of texts that begin with `text` and a token of `law`, then follow the target."""
     vocab_size = law.size
     joint = np.zeros((vocab_size,) * length)
     for rest in itertools.product(range(vocab_size), repeat=length - len(text)):
@@ -145,13 +145,13 @@ def children(tree, node):
 
 
 def taken(tree, thresholds, node):
-    """The chance that the walk goes on from a node's parent to it."""
+    """Return the probability that the walk goes on from a node's parent to the node."""
     elder = [n for n in children(tree, tree.parents[node - 1]) if n < node]
     return thresholds[:, node - 1] * np.prod(1 - thresholds[:, np.array(elder, int) - 1], axis=1)
 
 
 def threshold(draft, target_probs, node, bound=whole):
-    """Below which uniform a node is kept, in every row: measured."""
+    """Measure the uniform below which a node is accepted, in every row."""
     tree = draft.topology
     shape = len(draft.tokens), tree.max_depth
 

@@ -1,4 +1,4 @@
-"""An answer ends where the chat template ends one, whatever the files call EOS."""
+"""An answer ends where the chat template ends it, whatever the files call EOS."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def tokenizer(template):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_token_after_an_answer(template, tmp_path):
-    """For the tokenizers of transformers, and for what is read without them."""
+    """The end-of-turn token is found with transformers' tokenizers and with jspec's own."""
     theirs, expected = tokenizer(template), TEMPLATES[template]
     theirs.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Prompts of every kind become the ids that the model expects, and malformed ones a sentence that names the place."""
+"""Prompts of every kind become the ids that the model expects; malformed ones raise an error that names the place."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ STARTING.bos_token = text_pair.END
 
 @pytest.fixture
 def chatty():
-    """``chatty(bos=False)``: a tokenizer with a chat template, which starts with BOS if the tokenizer does."""
+    """Return ``chatty(bos=False)``, which makes a tokenizer with a chat template; both add BOS, or neither does."""
 
     def make(bos=False):
         tokenizer = text_pair.tokenizer(bos=bos)
@@ -42,16 +42,16 @@ def test_texts_ids_and_conversations_in_one_batch(chatty, bos):
 
 
 def test_what_a_template_has_rendered_starts_once(chatty):
-    """As people pass it on, who call the template themselves."""
+    """A prompt that the caller has rendered with the template gets only one BOS."""
     tokenizer = chatty(bos=True)
     rendered = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
-    assert tokenizer(rendered)["input_ids"][:2] == [0, 0]  # what would be read otherwise
+    assert tokenizer(rendered)["input_ids"][:2] == [0, 0]  # the result without this rule
     assert rows(tokenizer, rendered) == rows(tokenizer, HELLO) and rows(tokenizer, rendered)[0].count(0) == 1
     assert rows(STARTING, "a") == [[0, *TOKENIZER("a")["input_ids"]]]
-    assert rows(STARTING, f"{text_pair.END}{text_pair.END}a")[0][:-1] == [0, 0]  # both are the text's
+    assert rows(STARTING, f"{text_pair.END}{text_pair.END}a")[0][:-1] == [0, 0]  # both belong to the text
     assert rows(TOKENIZER, f"{text_pair.END}{text_pair.END}a")[0][:2] == [0, 0]  # no BOS, so nothing was added
     silent = text_pair.tokenizer()
-    silent.bos_token = text_pair.END  # which it does not add
+    silent.bos_token = text_pair.END  # which the tokenizer does not add
     assert rows(silent, f"{text_pair.END}{text_pair.END}a")[0][:2] == [0, 0]
 
 

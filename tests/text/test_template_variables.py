@@ -1,4 +1,4 @@
-"""Variables of a chat template: seen by the template, refused where they cannot be, and bounded in the server."""
+"""Chat-template variables: visible to the template, rejected if not allowed, and bounded in the server."""
 
 import json
 
@@ -28,7 +28,7 @@ SETS = [
 
 @pytest.fixture
 def words():
-    """The tokenizer of transformers and jspec's own, with a template that looks at variables."""
+    """Return transformers' tokenizer and jspec's own, with a template that reads variables."""
     whole = text_pair.tokenizer()
     whole.chat_template = THINKS
     return whole, TokenizerFile(whole.backend_tokenizer, {"eos_token": text_pair.END}, THINKS)
@@ -163,7 +163,7 @@ def test_mistakes_on_the_command_line(assignments, phrase):
 
 @pytest.fixture
 def thinking(sources):
-    """The folder of a model whose template looks at variables."""
+    """Yield the folder of a model whose template reads variables."""
     file = sources[0] / "chat_template.jinja"
     file.write_text("{{ raise_exception('no such date') if date == 'never' }}" + THINKS)
     yield sources[0]
@@ -193,7 +193,7 @@ def test_mistakes_of_commands(run, thinking):
 
 @pytest.fixture
 def served(running, monkeypatch):
-    """``served(**fields)``: a chat with a server whose template looks at variables."""
+    """Return ``served(**fields)``, which chats with a server whose template reads variables."""
     monkeypatch.setattr(running.tokenizer, "chat_template", THINKS)
 
     def chat(**fields):

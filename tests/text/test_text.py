@@ -1,4 +1,4 @@
-"""Text in and out: every character comes back, and padding, neighbours and batch size change nothing."""
+"""Text in and out: every character survives, and padding, neighbours and batch size change nothing."""
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ def pair(tmp_path_factory):
 
 
 def continued(pair, batch, keys, temperature=0.0, size=24):
-    """The new tokens of each prompt in `batch`, cut at their ends; called as the command line does."""
+    """Return each prompt's new tokens up to EOS, decoded as the command line does."""
     sampling = jspec.SamplingParams(temperature=temperature, max_tokens=24)
     options = {"keys": keys, "max_new_tokens": size, "sampling": sampling, "eos_ids": (0,)}
     out = jspec.speculative_generate(*pair, batch.tokens, batch.lengths, **options)
@@ -111,10 +111,10 @@ def test_empty_prompt_needs_a_start_token():
         (1, 5, 1024, 128),
         (128, 5, 1024, 128),
         (129, 5, 1024, 256),
-        (600, 5, 1024, 992),  # 1024 are too many: as far as a prompt of 32 leaves room
+        (600, 5, 1024, 992),  # 1024 are too many; a prompt of 32 leaves room for this many
         (1000, 5, 1024, 1019),
         (1019, 5, 1024, 1019),
-        (1020, 5, 1024, 1020),  # too many, which is for `jspec.generate` to say
+        (1020, 5, 1024, 1020),  # too many, which `jspec.generate` reports
         (24, 9, 128, 96),
     ],
 )
@@ -170,7 +170,7 @@ def test_pieces_are_whole_characters(prompt, new):
 
 
 def test_space_before_the_first_piece_is_kept():
-    """Tokenizers that mark words by a space before them drop the first one when they decode."""
+    """Tokenizers that mark words by a leading space drop the first space when they decode; the pieces keep it."""
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁thing": 1}, unk_token="▁the"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     words = PreTrainedTokenizerFast(tokenizer_object=words)
@@ -180,7 +180,7 @@ def test_space_before_the_first_piece_is_kept():
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=40))
 def test_pieces_of_any_tokens_are_their_text(ids):
-    """Models emit bytes that are no text, too; nothing of it is lost or said twice."""
+    """Even bytes that are not valid text, which models also emit, are neither lost nor repeated."""
     prompt = TOKENIZER("in the ")["input_ids"]
     whole = TOKENIZER.decode([*prompt, *ids], skip_special_tokens=True)
     assert "in the " + "".join(text.pieces(TOKENIZER, prompt, ids)) == whole

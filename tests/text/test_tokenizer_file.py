@@ -1,4 +1,4 @@
-"""tokenizer.json is obeyed as it is; the files beside it name special tokens and the chat template."""
+"""tokenizer.json is followed exactly; the files beside it name special tokens and the chat template."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_ids_and_texts_are_those_of_transformers(folder, report):
     ids = light(texts)["input_ids"]
     assert [light(one)["input_ids"] for one in texts[:200]] == ids[:200]
     rng = np.random.default_rng(1)
-    ids = [*ids, *(rng.integers(0, len(whole), 20).tolist() for _ in range(1000))]  # models write what nobody would
+    ids = [*ids, *(rng.integers(0, len(whole), 20).tolist() for _ in range(1000))]  # models emit what nobody writes
     for skip in (True, False):
         options = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
         assert [light.decode(row, **options) for row in ids] == [whole.decode(row, **options) for row in ids]
@@ -101,7 +101,7 @@ NAMED = {
 
 @pytest.fixture
 def stops():
-    """A tokenizer with a token in its vocabulary that tokenizer.json does not call special."""
+    """Return a tokenizer with a token in its vocabulary that tokenizer.json does not mark as special."""
     vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<|stop|>": 256}
     inner = Tokenizer(models.BPE(vocab, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,4 @@
-"""jspec.theory against the papers' own numbers, brute force, and simulated speculative decoding."""
+"""`jspec.theory` matches the papers' own numbers, brute force, and simulated speculative decoding."""
 
 import numpy as np
 import pytest
@@ -14,17 +14,17 @@ DRAFTS = st.integers(0, 40)
 
 
 def _random_rows(seed, *shape):
-    """Float64 distributions over the last axis."""
+    """Return float64 distributions over the last axis."""
     return np.random.default_rng(seed).dirichlet(np.full(shape[-1], 0.7), size=shape[:-1])
 
 
 def _draw(rng, rows):
-    """One token from each distribution in `rows` [N, V], by inverting its CDF."""
+    """Draw one token from each distribution in `rows` [N, V], by inverting its CDF."""
     return (rng.random((len(rows), 1)) > np.cumsum(rows, axis=-1)).sum(-1).clip(max=rows.shape[-1] - 1)
 
 
 def _simulate_rounds(p, q, k, seed=0):
-    """Drafts accepted in each round of algorithm 1, for bigram models `p` and `q` [V, V] after token 0."""
+    """Return the drafts accepted in each round of algorithm 1 for bigram models `p` and `q` [V, V] after token 0."""
     rng = np.random.default_rng(seed)
     context, alive, accepted = np.zeros(ROUNDS, int), np.ones(ROUNDS, bool), np.zeros(ROUNDS, int)
     for _ in range(k):
@@ -36,12 +36,12 @@ def _simulate_rounds(p, q, k, seed=0):
 
 
 def _within_noise(samples, expected):
-    """Whether `samples` average to `expected` within four standard errors: one false alarm in 16,000."""
+    """Return whether `samples` average to `expected` within four standard errors: one false alarm in 16,000."""
     return abs(samples.mean() - expected) < 4 * samples.std() / np.sqrt(len(samples))
 
 
 def _unigram(row):
-    """A bigram table whose context does not matter, which makes the positions independent."""
+    """Return a bigram table that ignores its context, which makes the positions independent."""
     return np.tile(row, (len(row), 1))
 
 
@@ -97,7 +97,7 @@ def test_expected_tokens_match_simulated_rounds_and_an_off_by_one_does_not(k):
     alpha = theory.acceptance_rate(p, q)
     tokens = 1 + _simulate_rounds(_unigram(p), _unigram(q), k)
     assert _within_noise(tokens, theory.expected_tokens(alpha, k))
-    # The check is sharp enough to mean something: one draft more or fewer is told apart from k.
+    # The check is sharp enough to distinguish k from one draft more or fewer.
     assert not _within_noise(tokens, theory.expected_tokens(alpha, k - 1))
     assert not _within_noise(tokens, theory.expected_tokens(alpha, k + 1))
 
@@ -113,7 +113,7 @@ def test_speedup_and_operations_match_the_cost_of_simulated_rounds():
 
 
 def test_conditional_rates_predict_dependent_positions_where_one_rate_cannot():
-    """A bigram draft that is perfect after token 1 only: surviving rounds tend to have passed through it."""
+    """The bigram draft is perfect only after token 1, so surviving rounds tend to have passed through that token."""
     p, q, k = _random_rows(7, 3, 3), _random_rows(8, 3, 3), 5
     p[1] = q[1]
     # alive[x] is the chance that every draft so far was accepted and that the last one is x.

@@ -1,4 +1,4 @@
-"""What trees bring: by hand, by simulation, and the best tree against all trees."""
+"""Tree yields match values by hand and by simulation, and no tree beats the best tree."""
 
 import itertools
 
@@ -11,7 +11,7 @@ SEQUOIA = (0.634, 0.108, 0.057, 0.022)
 
 
 def all_trees(num_nodes, max_depth, max_children):
-    """Every tree with siblings of some order, as parents, each at least once."""
+    """Yield every tree at least once, built from its parents, with siblings in some order."""
     for parents in itertools.product(*(range(node) for node in range(1, num_nodes + 1))):
         tree = Tree(parents)
         if tree.max_depth <= max_depth and tree.max_children <= max_children:
@@ -52,7 +52,7 @@ def test_no_tree_is_better(rates, max_depth):
 
 
 def test_published_acceptance_gives_known_shapes():
-    """Where only the eldest is accepted the best tree is a chain; where depth is 1 it is a fan."""
+    """The best tree is a chain if only first children are accepted, and a root with leaves if the depth is 1."""
     assert theory.best_tree((0.9, 0.001), 5, 5).is_chain
     assert theory.best_tree(SEQUOIA, 4, 1) == Tree.branching((4,))
     large = theory.best_tree(SEQUOIA, 64, 8)

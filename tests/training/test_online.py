@@ -1,4 +1,4 @@
-"""Learning while serving: guesses get better from request to request, and the texts are what they always were."""
+"""Learning while serving: drafts improve from request to request, and outputs stay the same."""
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,11 @@ def test_what_was_served_is_learned_from(prompts, kind, requests, report):
     report(accepted=f"{accepted[0]:.2f} to {accepted[-1]:.2f}", said=f"{said[0]:.2f} to {said[-1]:.2f}")
     assert len(said) == requests and np.mean(said[-3:]) > np.mean(said[:2]) + 0.1
     assert np.mean(accepted[-3:]) > np.mean(accepted[:2]) + 0.1
-    jax.tree.map(np.testing.assert_array_equal, before, began)  # who began with it still has it
+    jax.tree.map(np.testing.assert_array_equal, before, began)  # the original drafter is unchanged
 
 
 def test_texts_of_new_keys_have_the_target_law(report):
-    """What was learned from a text knows the noise of its key: judged by that once more, another text is biased."""
+    """Weights learned from a text know its key's noise: outputs with that key are biased, those with new keys exact."""
     target, drafter, count, prompt = toys.tiny_llama(0, 2), heads.medusa(toys.tiny_llama(0, 2), 1), 40_000, [1, 2]
     learner = jspec.online.Learner(target, drafter, rate=0.1, depth=1, batch=1, length=8)
     begun = jax.tree.map(jnp.copy, learner._state)
@@ -60,7 +60,7 @@ def test_texts_of_new_keys_have_the_target_law(report):
     most = np.bincount(of_text).max()
     for text in np.unique(of_text):
         same = np.flatnonzero(of_text == text)
-        guesser, rows = learned(same[0]), np.resize(same, most)  # one program for all
+        guesser, rows = learned(same[0]), np.resize(same, most)  # one shape, so one program
         for name, which in (("known", keys), ("new", others)):
             again = np.asarray(texts(guesser, which[rows]).tokens)[: len(same)] @ [V, 1]
             found[name] += np.bincount(again, minlength=V**2)
@@ -71,7 +71,7 @@ def test_texts_of_new_keys_have_the_target_law(report):
 
 
 def test_nothing_is_learned_where_the_target_has_no_law(prompts):
-    """Nor does it spoil what is learned from others."""
+    """Tokens without a target distribution teach nothing, and do not spoil what other tokens teach."""
     target = toys.tiny_llama(0, 2)
     target.embed_tokens.weight.set_value(target.embed_tokens.weight[...].at[:, 7].set(jnp.inf))
     drafter = heads.medusa(target, 2)
@@ -86,7 +86,7 @@ def test_nothing_is_learned_where_the_target_has_no_law(prompts):
     learner.learn([[7, 7], [7, 7]], whole)
     assert learner.scores[1].tokens.tolist() == [0, 0]
     for leaf, before in zip(jax.tree.leaves(learner.drafter), jax.tree.leaves(learned), strict=True):
-        np.testing.assert_array_equal(leaf, before)  # not even by what the optimiser remembers
+        np.testing.assert_array_equal(leaf, before)  # not even the optimizer's state changes them
 
 
 def test_texts_wait_until_there_are_enough(prompts):

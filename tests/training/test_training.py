@@ -1,4 +1,4 @@
-"""Training: what is unrolled is what a draft does, a run that stopped goes on, and what comes out guesses better."""
+"""Training: unrolling equals drafting, a stopped run continues, and the trained drafter drafts better."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from support import heads
 from support.trainings import LONG, TARGET, V, chats, chatty, some_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-LONG.lm_head.weight.set_value(6 * LONG.lm_head.weight[...])  # and sure of what it says
+LONG.lm_head.weight.set_value(6 * LONG.lm_head.weight[...])  # and confident
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
@@ -50,13 +50,13 @@ def test_gradients_are_finite_where_a_law_has_no_mass(name):
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra", "blockwise", "kangaroo", "model"])
 def test_what_is_unrolled_is_what_the_drafter_says(kind):
-    """At every position and depth: a draft that begins there and happens to guess the text."""
+    """Unrolled logits equal those of a draft that starts there and matches the text, at every position and depth."""
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 4, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
     said = list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, trainee.features), 4))
     drafter = trainee.drafter(weights)
-    for length in (2, 3, 5):  # of the text behind which a draft begins
+    for length in (2, 3, 5):  # the length of the text before the draft
         lengths = jnp.array([length])
         prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
         features = features_of(drafter)
@@ -75,7 +75,7 @@ def test_what_is_unrolled_is_what_the_drafter_says(kind):
 
 
 def test_what_is_unrolled_of_vectors_is_what_the_target_says():
-    """Behind every token, as if the text ended there."""
+    """After every token, unrolled logits equal those of the target if the text ended there."""
     trainee = kinds.trainee_of(kinds.of_pass(TARGET, None, 3, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(2, 6)))
@@ -102,7 +102,7 @@ def test_every_kind_gets_better(tmp_path, kind):
 
 
 def test_the_output_head_of_few_tokens_is_an_argument():
-    """In the target's dtype: no constant as large, and no product in float32."""
+    """The head is passed in the target's dtype: no constant is as large, and no product is in float32."""
     target = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), LONG)
     trainee = kinds.trainee_of(kinds.of_eagle(target, np.arange(100), 2, 0))
     training = fit.begin(trainee, fit.Schedule(2, 2))
@@ -117,14 +117,14 @@ def test_the_output_head_of_few_tokens_is_an_argument():
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_only_what_is_learned_is_scored(stored):
-    """Against a loop over positions: the law of the token t + 2, where it is learned.
+    """Scores equal those of a loop over positions: the distribution of token t + 2, if that token is learned.
 
-    The target's likeliest token may be one that cannot be guessed: then the two do not agree.
+    If the target's most likely token cannot be drafted, the two do not agree.
     """
     rng, ids = np.random.default_rng(0), np.array([1, 2, 5, 7])
     states = jnp.asarray(rng.normal(size=(2, 6, 16)), jnp.float32)
     logits = np.asarray(TARGET.logits(states))
-    said = logits[:, 1:, ids] + 0.5 * rng.normal(size=(2, 2, 5, 4))  # often right, as far as it can be
+    said = logits[:, 1:, ids] + 0.5 * rng.normal(size=(2, 2, 5, 4))  # often right, if it can be
     learned = rng.random((2, 6)) < 0.6
     known = target_states.TargetStates(
         states[:, :, None], states, target_states.distribution_stats(TARGET, states) if stored else None
@@ -154,7 +154,7 @@ def test_every_row_is_learned_from_once_an_epoch():
     ]
     assert numbers == [list(range(8))] * 2
     assert [one.numbers.tolist() for one in seen] == [plan.batch(s).numbers.tolist() for s in range(len(seen))]
-    for devices in (3, 4):  # the same steps, with rows of padding
+    for devices in (3, 4):  # the same steps, with padding rows
         wider = batches.Plan(texts, 256, seed=1, devices=devices)
         for step, one in enumerate(seen):
             other = wider.batch(step)
@@ -177,7 +177,7 @@ def test_a_target_without_laws_teaches_nothing(tmp_path):
 
 
 def test_weights_that_are_damaged_behind_the_last_loss_are_not_kept(tmp_path, monkeypatch):
-    """The loss that a step tells is that of the weights before it."""
+    """The loss that a step reports is that of the weights before the step, so weights are checked again at the end."""
     begin = fit.begin
 
     def damaging(trainee, schedule):
@@ -201,7 +201,7 @@ def test_weights_that_are_damaged_behind_the_last_loss_are_not_kept(tmp_path, mo
 
 @pytest.mark.parametrize("kind, depths", [("eagle", [1, 1, 1, 2, 2]), ("medusa", [2] * 5)])
 def test_heads_of_one_layer_are_unrolled_deep_at_last(tmp_path, monkeypatch, kind, depths):
-    """Others have weights of their own for every depth, which learn from the first step on."""
+    """Single-layer heads unroll deep only at the end; others have weights for every depth, trained from step one."""
     begin, found = fit.begin, []
 
     def noted(trainee, schedule):
@@ -255,7 +255,7 @@ def test_several_models_go_on_where_they_stopped(tmp_path):
         jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "stopped", say=stop, **options)
     again, more = [], options | {"say": lambda news: again.append(news)}
     went_on = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "stopped", **more)
-    assert [one for one in again if isinstance(one, int)] == [2, 3]  # of the second alone, whose first step is kept
+    assert [one for one in again if isinstance(one, int)] == [2, 3]  # only the second model's, whose first step is kept
     whole = jspec.train_drafter(LONG, chatty(), "model", data, folder=tmp_path / "whole", **options)
     jax.tree.map(np.testing.assert_array_equal, went_on, whole)
 

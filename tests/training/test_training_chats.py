@@ -1,4 +1,4 @@
-"""Chats that a drafter is trained on: what of them is learned, and what is refused."""
+"""Chats that a drafter is trained on: which parts are learned, and which chats are rejected."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
 
 
 def learned_of_two_answers(template, file):
-    """What is learned of "b" and "the end", as a template shows them."""
+    """Return the learned parts of the answers "b" and "the end" under a template."""
     tokenizer = chatty()
     tokenizer.chat_template = template
     turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
@@ -36,7 +36,7 @@ def learned_of_two_answers(template, file):
 
 
 def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
-    """It shows thoughts in the last answer only, so that the first is longer by itself than in the whole."""
+    """The first answer is not learned: only a last answer shows thoughts, so alone it is longer than in the chat."""
     template = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
         "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -45,7 +45,7 @@ def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
 
 
 def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
-    """As ChatML ends its lines: nobody ever writes that."""
+    """Text that a template puts after a turn, such as ChatML's newline, is not learned, because nobody writes it."""
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -54,7 +54,7 @@ def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
 
 
 def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
-    """JSON leaves the separators of Unicode as they are."""
+    """A chat may contain Unicode line separators, which JSON leaves as they are."""
     file = tmp_path / "one.jsonl"
     turns = [{"role": "user", "content": "a\u2028b\x85?"}, {"role": "assistant", "content": "the cat"}]
     file.write_text(json.dumps({"messages": turns}, ensure_ascii=False) + "\r\n", encoding="utf-8", newline="")
@@ -74,7 +74,7 @@ def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
 
 
 def said(asked, answer):
-    """A line: a question, and what the assistant says to it."""
+    """Return a line with a question and the assistant's answer."""
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": turns})
 

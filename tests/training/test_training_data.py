@@ -1,4 +1,4 @@
-"""What a drafter is trained on: files, and chats that the target writes itself."""
+"""The data that a drafter is trained on: files, and chats that the target writes itself."""
 
 import json
 
@@ -29,19 +29,19 @@ def test_a_text_is_read_in_parts(tmp_path):
 
 
 def test_held_out_questions_are_not_learned():
-    """Whoever answers them, and of the answers as many are greedy as not."""
+    """Held-out questions are not learned, whoever answers them, and as many of the answers are greedy as not."""
     found = [rows.of_answer([i % 64, 7], [i, i]) for i in range(640)]
     train, held = rows.divide(found)
     questions, known = ({int(row.tokens[0]) for row in part} for part in (held, train))
     assert len(train) + len(held) == 640 and questions and not questions & known and len(questions) < 10
     again = {int(row.tokens[0]) for row in rows.divide([*found[100:], rows.of_answer([70, 7], [1])])[1]}
-    assert again - {70} == questions  # whatever else there is
+    assert again - {70} == questions  # for any other rows
     with pytest.raises(ValueError, match="There is 1 text to learn from"):
         rows.divide(found[::64])
 
 
 def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
-    """Where the tokenizer has a token for that; and some of them are held out."""
+    """Every part starts with the tokenizer's start token, if it has one, and some parts are held out."""
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
     found = rows.read(file, text_pair.tokenizer(bos=True), 50, 512)
@@ -68,7 +68,7 @@ def test_the_most_frequent_tokens_of_answers():
 
 
 def test_the_target_writes_chats(tmp_path):
-    """Questions behind what the template puts before them, and answers behind what it puts after."""
+    """Questions come after the template's text before them, and answers after the text that it puts after questions."""
     tokenizer = chatty()
     frame = writing.frame_of(tokenizer)
     assert (tokenizer.decode(frame.before), tokenizer.decode(frame.after)) == ("user:", "<|end|>assistant:")
@@ -88,7 +88,7 @@ def test_the_target_writes_chats(tmp_path):
 
 @pytest.mark.parametrize("ended", [4, 5, 6])
 def test_what_is_asked_twice_is_answered_at_another_temperature(monkeypatch, ended):
-    """Greedily twice would be the same answer, which was written for nothing."""
+    """A question that is asked twice is answered at another temperature; a second greedy answer would be the same."""
     asked = []
 
     def answer(target, tokenizer, ends, prompts, seed, most, heat):
@@ -118,7 +118,7 @@ def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
 
 
 def questions(file, count):
-    """Chats that end with the user's turn, and one that does not."""
+    """Write chats that end with the user's turn and one that does not, and return the file."""
     asked = [[{"role": "user", "content": f"the {'cat ' * (i % 3)}{i}?"}] for i in range(count)]
     asked.append([*asked[0], {"role": "assistant", "content": "the tree"}])
     asked[1] = [*asked[-1], *asked[1]]
@@ -127,7 +127,10 @@ def questions(file, count):
 
 
 def test_the_target_answers_questions(tmp_path, monkeypatch):
-    """All of them once, a round at a time, by turns greedily; what was said before one is learned apart from it."""
+    """Each question is answered once, a round at a time, every other one greedily.
+
+    Earlier answers in a chat are learned separately.
+    """
     monkeypatch.setattr("jspec.training.train._WRITERS", 4)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"folder": tmp_path / "run", "steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
@@ -162,7 +165,7 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
 
 
 def test_the_target_answers_beside_its_own_chats(tmp_path, monkeypatch):
-    """Its own come first, so that a folder of them alone is the beginning of one with both."""
+    """The target's own chats come first, so a folder with only those is the beginning of one with both."""
     monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"steps": 1, "depth": 1, "step_tokens": 512, "length": 128, "written_tokens": 40}
@@ -190,7 +193,7 @@ def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
     assert known == rows.digest([*rows.read(file, chatty(), 128, 512), *kept]) and not (both / "texts").exists()
     jspec.train_drafter(TARGET, chatty(), data=first, folder=tmp_path / "more", written_tokens=20, **options)
     names = [sorted(part.name for part in (folder / "texts").iterdir()) for folder in (first, tmp_path / "more")]
-    assert names[0][0] == "00000.safetensors" and max(names[0]) < min(names[1])  # by another seed, so none twice
+    assert names[0][0] == "00000.safetensors" and max(names[0]) < min(names[1])  # another seed, so no text twice
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
     with pytest.raises(ValueError, match="first has text generated by another target, or by this one in another dtype"):
         jspec.train_drafter(half, chatty(), data=first, folder=tmp_path / "half", **options)
@@ -211,7 +214,7 @@ def test_what_rows_and_targets_are_told_apart_by():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
     merged = toys.tiny_llama(0, 1, vocab_size=261)
     weight = merged.layers[0].mlp.down_proj.weight
-    weight.set_value(weight[...].at[0, 0].add(1e-6))  # as of an adapter, which leaves all norms as they are
+    weight.set_value(weight[...].at[0, 0].add(1e-6))  # like a merged adapter, which leaves all norms unchanged
     found = {target_states.fingerprint(one) for one in (TARGET, half, merged, jspec.quantize(TARGET))}
     assert len(found) == 4 and target_states.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
 

@@ -1,4 +1,4 @@
-"""Training on several devices: the same curve and weights as on one, also where a run goes on on fewer."""
+"""Training on several devices gives the same curve and weights as on one, even if a run continues on fewer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a trained drafter brings: figures of turns in which nothing compiles."""
+"""The results of a trained drafter: measurements during which nothing is compiled."""
 
 import pytest
 
@@ -12,7 +12,10 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_prompts_of_all_lengths_are_one_program(monkeypatch):
-    """Each is another width when it is encoded alone, and compiling takes longer than all that is measured."""
+    """Prompts of all lengths share one program.
+
+    Each has another width if it is encoded alone, and compiling takes longer than the whole measurement.
+    """
     target = toys.tiny_llama(0, 1)
     shapes = []
 

@@ -1,4 +1,4 @@
-"""A training that was stopped goes on: its states on disk and the target's, and where there is no room for them."""
+"""A stopped training run continues: its checkpoints, the target's stored states, and full disks."""
 
 import logging
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def run(folder, steps, stop_at=None, stored=False):
-    """A short training; it may be stopped at a step."""
+    """Run a short training, optionally stopped at a step."""
     trainee = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0))
     train, held = batches.Plan(some_rows(24), 64, 0), batches.Plan(some_rows(6, seed=1), 64, 0)
     source = fit.Source(train)
@@ -37,11 +37,11 @@ def run(folder, steps, stop_at=None, stored=False):
 def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run(whole, 9)
-    for stop in (2, 8):  # before the first state is on disk, and behind one
+    for stop in (2, 8):  # before the first checkpoint, and after one
         with pytest.raises(KeyboardInterrupt):
             run(parts, 9, stop)
     with (parts / "log.jsonl").open("a") as log:
-        log.write('{"step": 7, "loss"')  # a line that was being written
+        log.write('{"step": 7, "loss"')  # a partly written line
     found = run(parts, 9)
     assert (parts / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
     assert [one.step for one in fit.read_log(parts)] == [3, 6, 9]
@@ -49,7 +49,7 @@ def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
 
 
 def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
-    """Orbax as it fails there: half a state stays, and it logs what it raises."""
+    """Orbax fails on a full disk like this: half a checkpoint remains, and it logs the error that it raises."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run(whole, 9)
     with pytest.raises(KeyboardInterrupt):
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("few", [False, True])
 def test_stored_states_are_those_that_are_computed(tmp_path, few):
-    """But for bfloat16; and they are not computed twice."""
+    """Stored states equal computed ones up to bfloat16 rounding, and they are not computed twice."""
     train = batches.Plan(some_rows(10), 64, 0)
     store = target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
     store.write(TARGET, lambda *_: None)
@@ -99,7 +99,7 @@ def test_stored_states_are_those_that_are_computed(tmp_path, few):
 
 
 def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):
-    """And no other for it."""
+    """Only the deleted shard is written again."""
     monkeypatch.setattr(target_states, "_SHARD_BYTES", 0)
     train = batches.Plan(some_rows(4), 64, 0)
     target_states.StoredStates(tmp_path, train, (0,), "toy").write(TARGET, lambda *_: None)

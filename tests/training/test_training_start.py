@@ -1,4 +1,4 @@
-"""A training that goes on with a drafter, and with which it cannot."""
+"""Training that continues from a drafter, and drafters that it cannot continue from."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
     first = jspec.train_drafter(LONG, chatty(), kind, data, folder=tmp_path / "first", **options)
     options |= {"rate": 1e-9, "draft_vocab": 50, "folder": tmp_path / "next"}
     again = jspec.train_drafter(LONG, chatty(), kind, data, start=first, **options)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, first)  # whatever it may guess, too
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, first)  # including what it may draft
     with pytest.raises(ValueError, match="next was started with another start"):
         jspec.train_drafter(LONG, chatty(), kind, data, **options)
 
@@ -62,7 +62,7 @@ def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):
 
 
 def test_what_is_fixed_in_a_drafter_tells_it_from_another():
-    """Though all weights are the same."""
+    """Drafters with the same weights but other fixed settings have different fingerprints."""
     head, target = eagle_heads.eagle(TARGET, 3, features=(1,)), fingerprint(TARGET)
     other = eagle_heads.eagle(TARGET, 3, features=(2,))
     assert len({fingerprint(EagleDrafter(one)) for one in (head, head, other)}) == 2

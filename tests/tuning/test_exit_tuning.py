@@ -1,4 +1,4 @@
-"""Which layers draft: scores are those of plain passes and of drafting itself, and the search finds what is planted."""
+"""The choice of exit layers: scores match plain passes and real drafting, and the search finds a planted optimum."""
 
 import functools
 
@@ -19,7 +19,10 @@ CHOICES = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 1], [1, 
 
 
 def test_scores_are_those_of_plain_passes(report):
-    """Block by block: of the text before all layers, of the block those that are chosen; with penalties and filters."""
+    """Scores match plain passes block by block, with penalties and filters.
+
+    The text before a block runs through all layers, the block itself through the chosen ones.
+    """
     target, lengths, (block, blocks) = toys.tiny_llama(10, 4), np.array([3, 2]), (3, 2)
     texts = np.random.default_rng(0).integers(8, size=(2, 9))
     sampling = jspec.SamplingParams(temperature=0.7, draft_temperature=1.2, top_p=0.9, repetition_penalty=1.3)
@@ -41,7 +44,7 @@ def test_scores_are_those_of_plain_passes(report):
 
     @functools.partial(jax.jit, static_argnames="layers")
     def laws(layers, transforms):
-        """Of every position, ``[2, blocks, block, V]``; of a cache of all layers a block overwrites what it holds."""
+        """Return the distributions ``[2, blocks, block, V]``; each block overwrites its part of an all-layer cache."""
         _, whole = target.forward(jnp.asarray(texts), target.new_cache(2, 9), jnp.zeros(2, int))
         found = []
         for number in range(blocks):
@@ -62,7 +65,7 @@ def test_scores_are_those_of_plain_passes(report):
 
 @pytest.mark.slow
 def test_scores_are_those_of_drafting(report):
-    """The share of one-token drafts that is accepted, on other texts."""
+    """Scores match the acceptance rate of one-token drafts on other texts."""
     target, rows, new = toys.tiny_llama(10, 4), 64, 64
     batch = np.ones((rows, 1), int), np.ones(rows, int), jax.random.split(jax.random.key(0), rows)
     out = jspec.speculative_generate(
@@ -80,7 +83,7 @@ def test_scores_are_those_of_drafting(report):
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2, 3, 5), (1, 4), (5,)], ids=str)
 def test_the_search_climbs_to_what_is_best(layers):
-    """Worth falls with every layer that differs; it is asked of six choices at a time, and not often."""
+    """Find the best choice if worth falls with every differing layer, in a few evaluations of six choices each."""
     best, asked = np.isin(np.arange(6), layers), []
 
     def worth(chosen):
@@ -93,7 +96,7 @@ def test_the_search_climbs_to_what_is_best(layers):
 
 @pytest.mark.parametrize("num_layers", [2, 5])
 def test_something_is_left_out_and_something_stays(num_layers):
-    for sign in (1, -1):  # the more the better, the fewer the better
+    for sign in (1, -1):  # more layers are better, fewer layers are better
         found = exit_tuning.search(lambda chosen, sign=sign: sign * chosen.sum(1).astype(float), num_layers)
         assert found.sum() == (num_layers - 1 if sign == 1 else 1)
 
@@ -105,7 +108,7 @@ def test_a_pass_costs_what_it_reads():
 
 
 def test_layers_that_do_nothing_are_left_out():
-    """Two of four add nothing to the residual stream, so that without them the draft is the target."""
+    """Two of four layers add nothing to the residual stream, so without them the draft is the target."""
     target = toys.tiny_llama(10, 4)
     for i in (1, 3):
         for part in (target.layers[i].self_attn.o_proj, target.layers[i].mlp.down_proj):

@@ -1,4 +1,4 @@
-"""Which tree to draft: proposals are arithmetic, and what is measured decides, on a machine that is a fake."""
+"""The choice of a draft tree: proposals are arithmetic, and measurements on a fake machine decide."""
 
 import dataclasses
 
@@ -16,12 +16,12 @@ from support import toys
 from support.tuned import made
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-RATES = np.array([0.5, 0.25, 0.0625, 0.0625, 0, 0, 0, 0])  # of children by rank
+RATES = np.array([0.5, 0.25, 0.0625, 0.0625, 0, 0, 0, 0])  # of children, by rank
 FAN, ROW, STEP = 1.0, 1 / 64, 1 / 8
 
 
 def cost(setting, plain=1.0):
-    """A round's seconds; a draft step's row costs what it does of the target's, times step over plain."""
+    """Return a round's seconds; a row in a draft step costs as much as a target's row, times step over plain."""
     if setting == 0:
         return plain
     tree = Tree.chain(setting) if isinstance(setting, int) else setting
@@ -30,7 +30,7 @@ def cost(setting, plain=1.0):
 
 
 class Machine:
-    """Plays 1,024 rounds, in which nodes are accepted as often as `RATES` says."""
+    """A machine that plays 1,024 rounds, in which nodes are accepted at the rates in `RATES`."""
 
     def __init__(self, dear=1.0):
         self.now, self.dear, self.played = 0.0, dear, []
@@ -49,7 +49,7 @@ class Machine:
 
     @staticmethod
     def chance(tree, depth):
-        """That a round accepts a node of this depth."""
+        """Return the probability that a round accepts a node of this depth."""
         worth = np.ones(tree.size + 1)
         for node, parent in enumerate(tree.parents, 1):
             worth[node] = worth[parent] * RATES[np.flatnonzero(tree.children[parent] == node)[0]]
@@ -74,7 +74,7 @@ def chains(max_draft_tokens=4):
 
 
 def test_the_fastest_tree_is_found(machine):
-    """Of all that could be proposed; its speed is what the machine makes of it."""
+    """The tree is the fastest of all that could be proposed, and its speed is the one measured on the machine."""
     before = chains()
     found = tree_tuning.with_trees(machine().run, before, 128, 16, 8)
     worth = {tree: theory.tree_yield(tree, RATES) / cost(tree) for tree in tree_tuning._trees(RATES, 16, 4)}
@@ -93,7 +93,7 @@ def test_what_is_played(machine):
 
 @pytest.mark.parametrize(("third", "best"), [(1.1, 3), (1.5, 4), (1.5, 0)])
 def test_a_length_between_two_that_were_played_must_prove_itself(machine, monkeypatch, third, best):
-    """Three drafts seem to be the best, and are or are not when they are played; nor must drafting pay at all."""
+    """Three draft tokens seem best, and playing them confirms it or not; drafting need not pay at all."""
     costs = {0: 1.8 if best else 0.5, 1: 1.0, 2: 1.05, 3: third, 4: 1.15}
     monkeypatch.setitem(globals(), "cost", costs.__getitem__)
     one = machine()
@@ -104,7 +104,7 @@ def test_a_length_between_two_that_were_played_must_prove_itself(machine, monkey
 
 
 def test_where_trees_are_slower_the_chain_stays(machine):
-    """Rounds of trees take three times as long as the model of costs can know."""
+    """The chain stays if tree rounds take three times as long as the cost model can know."""
     assert tree_tuning.with_trees(machine(dear=3.0).run, chains(), 128, 16, 8) == chains()
 
 
@@ -121,7 +121,7 @@ def test_ranks_share_what_a_fan_adds():
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "traversal"])
 @pytest.mark.slow
 def test_trees_are_decoded(rule, monkeypatch):
-    """A draft that is the target; a tree of which is as good as a chain and no better."""
+    """If the draft is the target, a tree is as good as a chain and no better."""
     target, _ = toys.markov_pair(0)
     played = []
     monkeypatch.setattr(tuning, "TRIALS", 1)
@@ -150,8 +150,8 @@ def test_what_was_counted_counts_as_much_as_there_is_of_it():
     few, many = ([made([[(1, "b"), (0, "c"), (1, "b")] * count], 1)] for count in (1, 1000))
     middle = (1.5 + 5 / 3) / 2
     assert middle < tuning.weighed(1.5, few) < middle + 0.01 < 1.65 < tuning.weighed(1.5, many) < 5 / 3
-    assert tuning.weighed(1.5, few * 1000) == tuning.weighed(1.5, few)  # greedy trials are one text
-    assert tuning.weighed(1.5, [made([[(1, "b")] * 9], 1)]) == 2.0  # without scatter there is no doubt
+    assert tuning.weighed(1.5, few * 1000) == tuning.weighed(1.5, few)  # greedy trials repeat one text
+    assert tuning.weighed(1.5, [made([[(1, "b")] * 9], 1)]) == 2.0  # without variance there is no doubt
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])

@@ -1,4 +1,4 @@
-"""How many tokens to draft: the choice is arithmetic, the counts are exact, and the clock is a fake one."""
+"""The number of draft tokens: the choice is arithmetic, the counts are exact, and the clock is fake."""
 
 import gc
 import threading
@@ -24,7 +24,7 @@ from support.tuned import made
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CHOICES = {
-    # plain seconds, round seconds, tokens a round: K, speed-up
+    # plain seconds, round seconds, tokens per round: K, speedup
     "the best is chosen": (1.0, [1.5, 2.0, 3.0], [1.75, 3.0, 3.5], 2, 1.5),
     "also the last": (1.0, [1.0, 1.0, 1.0], [1.5, 2.0, 2.5], 3, 2.5),
     "also one between measured lengths": (0.75, [1.0, 1.25, 1.5, 2.0], [1.5, 2.0, 3.0, 3.5], 3, 1.5),
@@ -36,7 +36,7 @@ CHOICES = {
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """All trials are played, however slow the machine, and nothing is remembered from another test."""
+    """Play all trials, however slow the machine, and forget the measurements of other tests."""
     monkeypatch.setattr(tuning, "_PATIENCE", np.inf)
     monkeypatch.setattr(tuning, "_answers", {})
 
@@ -55,13 +55,13 @@ def test_powers_of_two_and_the_largest_are_measured():
 def test_acceptance_leaves_out_what_the_limit_cut_off():
     first = made([[(3, "b"), (0, "c"), (2, "-")], [(1, "c"), (1, "c"), (2, "c")]], k=3)
     second = made([[(1, "-")], [(3, "-")]], k=3)
-    # Depth 1: all 8 rounds are judged. Depth 2: of 7, one was cut off. Depth 3: of 4, one was cut off.
+    # Depth 1: all 8 rounds are verified. Depth 2: one of 7 was cut off. Depth 3: one of 4 was cut off.
     np.testing.assert_array_equal(tuning.acceptance_rates([first, second]), [7 / 8, 4 / 6, 2 / 3])
     np.testing.assert_array_equal(tuning.acceptance_rates([made([[(0, "c")]], k=3)]), [0, 0, 0])
 
 
 def test_where_there_was_no_guess_none_was_accepted():
-    """Whether none at all or none for the rest of a draft: tokens a round are those that were written."""
+    """Missing draft tokens, all or the rest of a draft, count as rejected; tokens per round are those decoded."""
     out = made([[(2, "b"), (0, "n"), (0, "n"), (1, "b"), (3, "b"), (1, "c")]], k=3)
     rates = tuning.acceptance_rates([out])
     np.testing.assert_array_equal(rates, [4 / 6, 2 / 4, 1 / 2])
@@ -87,7 +87,7 @@ class Machine:
 
 @pytest.mark.parametrize("slow_trials", [(), (1, 3)], ids=["quiet", "noisy"])
 def test_known_costs_are_recovered_exactly(monkeypatch, slow_trials):
-    """Prompt and dispatch drop out, and so does a machine that is slow now and then."""
+    """Prompt and dispatch costs cancel out, and so does an occasionally slow machine."""
     machine = Machine(32.0, {0: 1.0, 1: 1.5, 2: 2.0, 4: 2.25, 6: 3.75}, slow_trials)
     monkeypatch.setattr(tuning, "perf_counter", machine.clock)
     found = tuning.measure(machine.run, max_new_tokens=256, max_draft_tokens=6)
@@ -135,7 +135,7 @@ def test_all_is_accepted_of_a_draft_that_is_the_target():
 
 
 def test_tokens_a_round_are_those_of_the_theory(report):
-    """Laws that never change, so that equation 1 of Leviathan et al. is exact for every K."""
+    """With constant distributions, equation 1 of Leviathan et al. is exact for every K."""
     logits = 1.2 * np.random.default_rng(0).normal(size=(2, 8))
     target, draft = (toys.MarkovModel(jnp.tile(jnp.asarray(row, jnp.float32), (8, 1))) for row in logits)
     batch = np.zeros((64, 1), int), np.ones(64, int), jax.random.split(jax.random.key(0), 64)
@@ -153,7 +153,7 @@ def test_tokens_a_round_are_those_of_the_theory(report):
 
 
 def test_tokens_a_round_are_those_of_long_texts(report):
-    """Laws that depend on the last token, so that positions differ."""
+    """Tokens per round match a long run if distributions depend on the last token, so that positions differ."""
     target, draft = toys.markov_pair(0)
     batch = np.zeros((64, 1), int), np.ones(64, int), jax.random.split(jax.random.key(1), 64)
     found = jspec.tune(target, jspec.ModelDrafter(draft), *batch, max_draft_tokens=3, max_nodes=0)
@@ -167,7 +167,7 @@ def test_tokens_a_round_are_those_of_long_texts(report):
 
 
 def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
-    """What was learnt from a request's own keys would steer its text."""
+    """Settings learned from a request's own keys would steer its output."""
     runs, (tokens, lengths, keys) = [], prompts([4, 2])
     monkeypatch.setattr(auto, "measure", lambda run, *_: runs.append(run))
     monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: arguments[4])
@@ -181,7 +181,7 @@ def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """``answers(k)``: from now on measuring finds k; the list it returns grows with every measurement."""
+    """Return ``answers(k)``: from then on measuring finds k, and the returned list grows with every measurement."""
     calls = []
 
     def answer(k):
@@ -197,7 +197,7 @@ def answers(monkeypatch):
 
 @pytest.fixture
 def only_lengths(monkeypatch):
-    """Instead of decoding, say with how many draft tokens."""
+    """Return the number of draft tokens instead of decoding."""
     lengths = lambda *_, **options: (options["draft_length"].max_draft_tokens, None)  # noqa: E731
     monkeypatch.setattr(program, "decode_program", lengths)
 
@@ -213,7 +213,7 @@ def test_auto_is_the_number_found(toy, prompts, answers):
     for _ in range(2):
         auto = jspec.speculative_generate(*models, *batch, num_draft_tokens="auto", **options)
     _same(auto, jspec.speculative_generate(*models, *batch, num_draft_tokens=3, **options))
-    assert calls == [(64, 8)]  # measured once, over texts long enough
+    assert calls == [(64, 8)]  # measured once, with outputs that are long enough
 
 
 def test_auto_passes_a_transfer_guard_with_parameters_on_the_device(toy, prompts, answers, only_lengths):
