@@ -57,7 +57,7 @@ def latency(
     acceptance: Acceptance = None,
     rivals: Annotated[bool, typer.Option(help="Also transformers, if torch is installed.")] = True,
 ) -> None:
-    """Tokens a second of whole calls: plain, speculative over K, transformers plain and assisted."""
+    """Measure the tokens per second of whole calls: plain, speculative over K, transformers plain and assisted."""
     from bench import latency
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -72,7 +72,7 @@ def roofline(
     context: Annotated[int, typer.Option("--context", min=1)] = 64,
     repeats: Repeats = 15,
 ) -> None:
-    """Share of the measured read bandwidth that plain decoding, draft step and verification use."""
+    """Measure the share of the read bandwidth that plain decoding, draft step and verification use."""
     from bench import roofline
 
     roofline.run(pair, batch, k, context, repeats)
@@ -92,7 +92,7 @@ def gap(
     new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=16)] = 128,
     acceptance: Acceptance = None,
 ) -> None:
-    """From the speed-up that the theory predicts to the one that is measured, step by step."""
+    """Explain, step by step, how the measured speed-up differs from the one that theory predicts."""
     from bench import gap
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -112,7 +112,7 @@ def trace(
     temperature: Temperature = 1.0,
     keep: Annotated[Path | None, typer.Option("--keep", help="Folder for the trace and a Perfetto file.")] = None,
 ) -> None:
-    """Where a round's time goes: draft, verify, accept, commit, idle."""
+    """Show where a round's time goes: draft, verify, accept, commit, idle."""
     from bench import trace
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -121,7 +121,7 @@ def trace(
 
 @app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
-    """Cost of one pass against context, batch and rows."""
+    """Measure the cost of one pass against context, batch and rows."""
     from bench import scaling
 
     scaling.run(pair, repeats)
@@ -133,7 +133,7 @@ def llamacpp(
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
-    """Passes of the target and greedy decoding against llama.cpp; needs llama-cpp-python."""
+    """Compare passes of the target and greedy decoding with llama.cpp; needs llama-cpp-python."""
     from bench import llamacpp
 
     llamacpp.run(pair, k, repeats)
@@ -146,7 +146,7 @@ def against(
     batch: Annotated[list[int], typer.Option("--batch", min=1, help="May be repeated.")] = [1, 8],  # noqa: B006
     repeats: Repeats = 20,
 ) -> None:
-    """Speed and output of this checkout against those of another, in turns: plain, draft model, lookup."""
+    """Compare this checkout's speed and output with another's, in turns: plain, draft model, lookup."""
     from bench import against
 
     against.run(base, pair, batch, repeats)
@@ -158,7 +158,7 @@ def startup(
     target: Target = None,
     server: Annotated[bool, typer.Option("--server", help="Measure only two starts of `jspec serve`.")] = False,
 ) -> None:
-    """First call and time to the first token, with and without the persistent cache; with --target, lookup drafts."""
+    """Time the first call and the first token, with and without the persistent cache; with --target, lookup drafts."""
     from bench import startup
 
     if server:
@@ -170,7 +170,7 @@ def startup(
 
 @app.command()
 def first_answer() -> None:
-    """Seconds from a clone to an answer by SmolLM2 in a fresh environment, and how many of them are downloads."""
+    """Measure the seconds from a clone to an answer by SmolLM2 in a fresh environment, and those for downloads."""
     from bench import first_answer
 
     first_answer.run()
@@ -178,7 +178,7 @@ def first_answer() -> None:
 
 @app.command()
 def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
-    """Texts that depend on batch size, padded width or speculation, in float32 and bfloat16."""
+    """Count the texts that depend on batch size, padded width or speculation, in float32 and bfloat16."""
     from bench import identity
 
     identity.run(batch, new_tokens)
@@ -193,7 +193,7 @@ def agreement(
     k: Length = 4,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """Greedy answers of a real model with every drafter, against those of transformers; needs torch."""
+    """Compare greedy answers of a real model with every drafter to those of transformers; needs torch."""
     if importlib.util.find_spec("torch") is None:
         typer.echo("transformers decodes with torch, which is not installed; run pip install torch", err=True)
         raise typer.Exit(1)
@@ -218,7 +218,7 @@ def answers(
     tree: Tree = None,
     held_out: HeldOut = None,
 ) -> None:
-    """Tokens a second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp."""
+    """Measure a real model's tokens per second on four kinds of question: jspec, transformers, llama.cpp."""
     from bench import answers, chats
 
     if tree and head is None:
@@ -242,7 +242,7 @@ def compiled(
     count: Annotated[int, typer.Option("--devices", min=1, help="Devices to shard over.")] = 1,
     output: Output = None,
 ) -> None:
-    """The program that XLA compiles for an absent device: kernels, bytes, memory, and a predicted time."""
+    """Compile a program for an absent device, and show its kernels, bytes, memory and predicted time."""
     from bench import devices
 
     with one_sentence():
@@ -267,7 +267,7 @@ def engine(
     temperature: Temperature = 1.0,
     repeats: Repeats = 5,
 ) -> None:
-    """Tokens a second of an engine by number of requests: each draft length, its own choice, and one program."""
+    """Measure an engine's tokens per second by number of requests: each draft length, its own choice, one program."""
     from bench import engine
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -290,7 +290,7 @@ def serve(
     cost_ratio: Annotated[float, typer.Option("--cost-ratio", min=0, help="As `gap` prints it (bundled).")] = 0.21,
     repeats: Repeats = 3,
 ) -> None:
-    """Latency and throughput of `jspec serve`, with and without the draft, by number of concurrent clients."""
+    """Measure the latency and throughput of `jspec serve`, with and without the draft, by number of clients."""
     if importlib.util.find_spec("openai") is None:
         typer.echo("The clients need openai, which is not installed; run pip install openai", err=True)
         raise typer.Exit(1)
@@ -315,7 +315,7 @@ def waits(
     long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Long prompt's length.")] = 900,
     repeats: Repeats = 7,
 ) -> None:
-    """First-token latency with and without a draft, and how three streams and a long prompt delay each other."""
+    """Measure first-token latency with and without a draft, and the mutual delay of three streams and a long prompt."""
     from bench import waits
 
     waits.run(measured(long, pair, target, draft, None, output), long, repeats)
@@ -323,7 +323,7 @@ def waits(
 
 @app.command()
 def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.0, output: Output = None) -> None:
-    """Random grammars, valid and hostile, beside four streams of `jspec serve`: crashes, waits and memory."""
+    """Send random grammars, valid and hostile, beside four streams of `jspec serve`: crashes, waits and memory."""
     from bench import grammars
 
     grammars.run(minutes, output)
@@ -334,7 +334,7 @@ def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Signals, spread over the phases in turn.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the moments.")] = 0,
 ) -> None:
-    """Ctrl-C while the command loads, compiles, decodes and tunes: status, and seconds until it has ended."""
+    """Press Ctrl-C while the command loads, compiles, decodes and tunes: status, and seconds until it has ended."""
     from bench import interrupts
 
     interrupts.run(count, seed)

@@ -37,7 +37,7 @@ def acceptance(
     new_tokens: NewTokens = 256,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
 ) -> None:
-    """Acceptance by position, kind of prompt and temperature, beside the theory."""
+    """Measure acceptance by position, kind of prompt and temperature, beside the theory."""
     from bench import acceptance
 
     subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
@@ -59,7 +59,7 @@ def drafters(
         int, typer.Option("--idle-neurons", min=0, help="Added to each target MLP: same distribution, higher cost.")
     ] = 0,
 ) -> None:
-    """Every drafter, rule and draft length, for new, repetitive and edited code."""
+    """Measure every drafter, rule and draft length, for new, repetitive and edited code."""
     from bench import drafters
 
     subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
@@ -77,7 +77,7 @@ def rules(
     new_tokens: NewTokens = 128,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
 ) -> None:
-    """Tokens a round under rejection, block and coupled, for several drafters."""
+    """Measure the tokens per round under rejection, block and coupled, for several drafters."""
     from bench import rules
 
     subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
@@ -105,7 +105,7 @@ def trees(
         typer.Option("--acceptance", min=0, max=1, help="Synthetic acceptance of the child of each rank, in order."),
     ] = [],  # noqa: B006
 ) -> None:
-    """Acceptance by the number of children, and the best trees against a chain, and against several as a batch."""
+    """Measure acceptance by the number of children, and the best trees against one chain and several as a batch."""
     from bench import chats, trees
     from bench.play import Play
     from bench.subject import WIDTH
@@ -133,7 +133,7 @@ def noise(
     noises: Annotated[int, typer.Option("--noises", min=1, help="Draws for each distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:
-    """Gain and cost of one Gumbel per token against drawing in two steps, for the bundled pair and another."""
+    """Compare one Gumbel per token with drawing in two steps: gain and cost, for the bundled pair and another."""
     from bench import noise
 
     bundled = measured(1, "bundled", None, None, None, output)
@@ -153,7 +153,7 @@ def regret(
     repeats: Repeats = 20,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """Speed that the answer of `jspec tune` loses against the best of a dozen settings."""
+    """Measure the speed that the answer of `jspec tune` loses against the best of a dozen settings."""
     from bench import regret
 
     regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
@@ -169,7 +169,7 @@ def losses(
     depth: Annotated[int, typer.Option("--depth", min=1)] = 3,
     seeds: Annotated[int, typer.Option("--seeds", min=1)] = 3,
 ) -> None:
-    """A drafter trained with every loss from several seeds: its acceptance on held-out modules."""
+    """Train a drafter with every loss from several seeds, and measure its acceptance on held-out modules."""
     from bench import losses
 
     losses.run(without_draft(1, target, output), kind, texts, steps, depth, seeds)
@@ -187,7 +187,7 @@ def training(
     draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=2, help="Vocabulary of an EAGLE head.")] = 8192,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
 ) -> None:
-    """A step of training: tokens a second, where the time goes, and memory."""
+    """Measure a step of training: tokens per second, where the time goes, and memory."""
     from bench import training
 
     training.run(without_draft(1, target, output), kinds.split(","), step_tokens, depth, draft_vocab, repeats)
@@ -204,7 +204,7 @@ def online(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 96,
     rate: Annotated[float, typer.Option("--rate", help="Learning rate while serving.")] = 1e-3,
 ) -> None:
-    """Acceptance on a domain that is new to the drafter, request by request, with and without learning."""
+    """Measure acceptance on a domain that is new to the drafter, request by request, with and without learning."""
     from bench import online
 
     online.run(without_draft(new_tokens, target, output), kind, steps, requests, batch, new_tokens, rate)

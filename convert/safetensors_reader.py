@@ -70,7 +70,7 @@ def metadata(file: Path) -> dict[str, str] | None:
 def _scan_file(file: Path, tables: Mapping[str, str]) -> list[Tensor]:
     with opened(file) as handle:
         found = []
-        for name in handle.keys():  # noqa: SIM118  (the handle is no mapping)
+        for name in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
             piece = handle.get_slice(name)
             dtype = _dtype(name, piece.get_dtype(), file, tables)
             found.append(Tensor(name, file, dtype, tuple(piece.get_shape())))

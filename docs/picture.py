@@ -15,7 +15,7 @@ PROMPT = "def fibonacci(n):"
 
 
 def picture() -> str:
-    """The SVG: the command, the legend, the text by origin, the figures but for the speed, which varies."""
+    """Return the SVG: command, legend, text by origin, and figures, without the speed, which varies."""
     target, draft, tokenizer = jspec.demo_pair()
     (done,) = jspec.complete(target, draft, tokenizer, PROMPT)
     figures, _ = report.sentence(done, seconds=1).rsplit(";", 1)

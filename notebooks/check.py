@@ -18,7 +18,7 @@ VARIES = "varies"
 
 
 def tidy(outputs: list[Any]) -> list[Any]:
-    """`outputs` without standard error, pieces of standard output in a row as one: where a kernel cuts it is chance."""
+    """Drop standard error, and join pieces of standard output, because a kernel cuts it at random places."""
     found: list[Any] = []
     for output in outputs:
         stream = output["output_type"] == "stream"
@@ -32,12 +32,12 @@ def tidy(outputs: list[Any]) -> list[Any]:
 
 
 def masked(text: str) -> str:
-    """`text` with every number as 0, and runs of spaces or of lines as one."""
+    """Return `text` with every number as 0, and runs of spaces or of lines as one."""
     return re.sub(r"([ ─━])\1+", r"\1", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text))
 
 
 def shown(cell: Any) -> list[str]:
-    """The lines that stand for what a code cell shows: two runs agree where these are equal."""
+    """Return lines for what a code cell shows. Two runs agree if these lines are equal."""
     varies, lines = VARIES in cell["metadata"].get("tags", []), []
     for output in tidy(cell["outputs"]):
         data = output.get("data") or {"text/plain": output.get("text") or output["ename"]}  # a stream, or an error
@@ -48,7 +48,7 @@ def shown(cell: Any) -> list[str]:
 
 
 def differences(committed: Any, fresh: Any) -> dict[int, str]:
-    """Number of a cell -> how the lines of `shown` differ, for the cells whose outputs do not agree."""
+    """Return cell number -> how the lines of `shown` differ, for cells whose outputs do not agree."""
     found = {}
     for number, cells in enumerate(zip(committed["cells"], fresh["cells"], strict=True)):
         if cells[0]["cell_type"] == "code":
@@ -66,7 +66,7 @@ def take_over(committed: Any, fresh: Any) -> None:
 
 
 def check(file: Path, update: bool) -> bool:
-    """Whether, in the end, the outputs of `file` are those of a run of all its cells in a new kernel."""
+    """Run all cells of `file` in a new kernel, and return whether its outputs are, in the end, those of this run."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -13,7 +13,7 @@ from jspec.cli.common import option
 def models(as_json: Annotated[bool, option("--json", None, "One JSON object per line, for machines.")] = False) -> None:
     """List the models that have a short name for --target, jspec.load and jspec.pretrained.
 
-    The command does not use the network. A model that is here was found in its package or in the hub's cache.
+    The command does not use the network. A model marked "here" was found in its package or in the hub's cache.
     """
     from convert import hub_names as names
 

@@ -45,7 +45,6 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
     Returns:
         Typed keys in the shape of `positions`.
     """
-
     numbers = STRIDE * positions + purpose
     # Map positions inside rows. In the other order, JAX's key-reuse checker would treat the keys as copies.
     by_row = jax.random.fold_in if positions.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))

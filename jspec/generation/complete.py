@@ -40,7 +40,7 @@ class Completion:
         tokens: the new tokens. `tokens`, `logprobs` and `origins` are as in `jspec.Output`, without the padding.
         logprobs: the log-probability of each new token under the distribution that it was sampled from.
         origins: the origin of each new token.
-        finish_reason: "eos"; "stop", at a string or special token in `stop`; or "length". None if decoding goes on.
+        finish_reason: "eos"; "stop", at a string or special token in `stop`; or "length". None if decoding continues.
         stats: the request's statistics. See `statistics`.
     """
 

@@ -33,9 +33,9 @@ class Drafting:
     """The predicted performance of decoding with one draft.
 
     Attributes:
-        num_draft_tokens: K, which is the fastest unless one was given; 0 if drafting does not pay.
+        num_draft_tokens: K, which is the fastest unless one was given; 0 if drafting does not pay off.
         speedup: the speed with that K, relative to plain decoding.
-        best: the fastest K; 0 if drafting does not pay.
+        best: the fastest K; 0 if drafting does not pay off.
         round_seconds, expected_tokens, speedups: the duration of a round in seconds, the number of tokens per row in a
             round, and the speedup, each for K = 1, 2, ..., 16.
         footprint: the memory needed with `num_draft_tokens`, or with K = 1 if that is 0.

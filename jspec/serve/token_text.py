@@ -18,7 +18,7 @@ class Names:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
-        """Return a token's text, or ``bytes:\\xe2`` for a partial character, in OpenAI's notation."""
+        r"""Return a token's text, or ``bytes:\xe2`` for a partial character, in OpenAI's notation."""
         return self._look(token)[0]
 
     def utf8(self, token: int) -> list[int]:

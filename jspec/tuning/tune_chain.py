@@ -36,7 +36,7 @@ class Tuning:
     """The result of `jspec.tune`, for the device, batch size and prompts that it measured.
 
     Attributes:
-        num_draft_tokens: the fastest K. 0 means that drafting does not pay: use `jspec.generate`.
+        num_draft_tokens: the fastest K. 0 means that drafting does not pay off: use `jspec.generate`.
         speedup: the predicted speed with that K, relative to plain decoding; 1 for K = 0.
         plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
         round_seconds: the duration of one round in seconds, for K = 1, 2, .... It is measured for powers of two, the

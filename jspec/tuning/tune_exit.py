@@ -105,7 +105,6 @@ def best_exit(
 
 def search(worth: Worth, num_layers: int) -> np.ndarray:
     """Run the search of `best_exit` and return the best ``bool[L]``. Each call to `worth` scores L subsets."""
-
     numbers = itertools.count(1)
 
     def scored(chosen: np.ndarray) -> list[tuple[float, np.ndarray]]:

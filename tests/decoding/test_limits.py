@@ -194,7 +194,7 @@ def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, repor
 
 
 def test_the_last_position_of_the_context_can_be_used(toy, prompts):
-    """prompt + max_new_tokens = max_position_embeddings decodes as with a longer context; one more is rejected."""
+    """Prompt + max_new_tokens = max_position_embeddings decodes as with a longer context; one more is rejected."""
     batch = prompts([12, 3, 12, 7])
     short, long = (toy(0, max_position_embeddings=n) for n in (32, 256))
     greedy = jspec.SamplingParams(temperature=0.0)

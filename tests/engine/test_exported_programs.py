@@ -61,8 +61,7 @@ def exported(folder):
 
 
 def decoded(target, drafter, constraint=None, num_draft_tokens=2):
-    """Return three requests' tokens, and an array of their log-probabilities, from an engine with no programs in
-    memory.
+    """Return the tokens of three requests and their log-probabilities, from an engine with no programs in memory.
 
     Timing decides which programs an engine runs, and the programs decide how values are rounded.
     """

@@ -211,7 +211,7 @@ def test_mistakes_are_told_before_anything_is_decoded(complete, monkeypatch, cas
 
 
 def test_what_is_no_model_or_tokenizer_is_named(pair):
-    with pytest.raises(TypeError, match="target is of type str, without config"):
+    with pytest.raises(TypeError, match="target is of type str, which lacks config"):
         jspec.complete("smollm2", None, TOKENIZER, "a")
     with pytest.raises(TypeError, match="tokenizer is of type NoneType; pass"):
         jspec.complete(pair[0], None, None, "a")

@@ -82,7 +82,6 @@ def _valid(cache, upto):
 
 def _poison(cache, upto):
     """Return `cache` with a NaN key, as left by a token that broke the model, in every slot from ``upto[b]`` on."""
-
     behind = jnp.arange(cache.keys[0].shape[3]) >= upto[:, None]
     keys = tuple(jnp.where(behind[:, None, None, :], jnp.nan, slots) for slots in cache.keys)
     return KVCache(keys, tuple(jnp.where(behind[:, None, :, None], 1e30, slots) for slots in cache.values))

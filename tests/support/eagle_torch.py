@@ -144,8 +144,7 @@ class Eagle3(nn.Module):
 
 
 def drafted(model, features, tokens, drafts, head):
-    """Return the logits after every token but the first, then after each of ``drafts[B, K]`` from the head's own
-    states.
+    """Return the logits after each token but the first, then after ``drafts[B, K]`` from the head's own states.
 
     Args:
         features: the target's hidden states, ``[B, S, F, E]``.

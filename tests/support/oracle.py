@@ -67,8 +67,7 @@ def nucleus(probs, tail_mass):
 
 
 def joint_law(next_law, vocab_size, num_tokens, eos=()):
-    """Return the joint distribution ``float64[V^num_tokens]`` of texts as base-V numbers; zeros follow a token of
-    `eos`.
+    """Return the joint distribution ``float64[V^num_tokens]`` of texts as base-V numbers; zeros follow `eos`.
 
     Args:
         next_law: ``(generated tuple) -> float64[V]``.

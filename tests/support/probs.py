@@ -20,8 +20,7 @@ def law(rng, rows, vocab_size):
 
 
 def near_ties(rng, laws, width):
-    """Return noise ``float32[N, 2, W]`` with ties up to `NEAR`, of two blocks in even rows and of two tokens in odd
-    rows.
+    """Return noise ``float32[N, 2, W]`` with ties up to `NEAR`: of blocks in even rows, of tokens in odd rows.
 
     Everything else is far behind. So if a block's score is off the log of its mass by more than `NEAR`, or a token's
     score off the log of its probability, about half of the ties fall wrong.
