@@ -113,8 +113,9 @@ def as_shipped():
 def cache_of_this_run(tmp_path_factory):
     """Keep programs compiled by commands and child processes out of the user's own cache folder.
 
-    JAX has already read its environment, so programs compiled in this process are not cached.
+    Programs compiled in this process are not cached, even if the environment that JAX has read names a folder.
     """
+    jax.config.update("jax_compilation_cache_dir", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -38,7 +38,7 @@ _Stored = tuple[export.Exported, Any]  # a function of flat arguments, and the s
 
 
 def lower(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) -> jax.stages.Lowered:
-    """Lower a program that donates its second argument, from its file if there is one, or else write the file.
+    """Lower a program that donates its second argument. Read its exported form from a file, or write that file.
 
     A program has no file if JAX has no local cache directory, if its arguments are not on a single device, if it uses
     code that jspec does not know, or if JAX cannot export it.
@@ -124,7 +124,8 @@ def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | N
 def _code() -> str | None:
     """Return a digest of the versions and the source code that programs are made from.
 
-    Return None if there is no source, or if a file is newer than this process, which may have imported an older one.
+    Return None if there is no source code, or if a file has changed since this process began: the process may have
+    imported the file as it was before.
     """
     digest = hashlib.sha256(repr((jax.__version__, jaxlib_version, flax.__version__)).encode())
     began = psutil.Process().create_time()
