@@ -13,7 +13,7 @@ include every sampling transform.
 import dataclasses
 import numbers
 import operator
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.export
@@ -28,6 +28,8 @@ from jspec.core.transfers import explicit_transfers
 from jspec.core.tree import DynamicTree, Tree
 
 Class = TypeVar("Class", bound=type[Any])
+# Any nesting of containers that JAX traverses, with arrays as leaves. Python's types cannot express it.
+PyTree: TypeAlias = Any
 
 
 def check_count(name: str, value: Any) -> None:

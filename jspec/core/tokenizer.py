@@ -1,0 +1,38 @@
+# pyright: strict
+"""The tokenizer contract: what jspec needs from a Hugging Face tokenizer."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """A tokenizer with the interface of transformers, such as one from `jspec.load_tokenizer`."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def __call__(
+        self, text: str | list[str], /, add_special_tokens: bool = True, verbose: bool = True
+    ) -> Mapping[str, Any]:
+        """Return ``{"input_ids": ids}``, with one list of ids for a text, or a list for each of several texts."""
+        ...
+
+    def decode(
+        self, ids: list[int], /, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """Return the text of `ids`."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token, added tokens included."""
+        ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], /, **options: Any) -> Any:
+        """Return a conversation as a prompt: its text, or its ids if ``tokenize=True``."""
+        ...
