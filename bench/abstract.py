@@ -1,5 +1,6 @@
 """Programs for models without weights: only shapes, lowered and compiled for devices that are not present."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -102,15 +103,24 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
     if found is not None:
         mesh = Mesh(found, ("model",))
         target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)
-    return decode_program.trace(
-        target,
-        drafter,
-        *request,
-        *traced(setting.sampling, (2,), 0),
-        max_new_tokens=setting.new_tokens,
-        draft_length=length,
-        rule=setting.rule,
-    )
+    with contextlib.nullcontext() if found is None else tracing_for(found):
+        return decode_program.trace(
+            target,
+            drafter,
+            *request,
+            *traced(setting.sampling, (2,), 0),
+            max_new_tokens=setting.new_tokens,
+            draft_length=length,
+            rule=setting.rule,
+        )
+
+
+def tracing_for(found: np.ndarray) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which programs are traced for devices that need not be present.
+
+    Since JAX 0.12, Pallas must know the GPU by then.
+    """
+    return jax.sharding.use_abstract_mesh(Mesh(found, ("model",)).abstract_mesh)
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:

@@ -24,7 +24,7 @@ _CHIPS = {
     "NVIDIA L4": (102400, 1536, 58, 128, 50331648, 2.04, 101376, 8, 9),
     "Tesla T4": (65536, 1024, 40, 64, 4194304, 1.59, 65536, 7, 5),
 }
-_PLUGINS = {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}
+_PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"), "tpu": ("libtpu",)}  # any of them suffices
 _TOPOLOGIES = {"TPU v5e": "v5e", "TPU v6e": "v6e"}
 _GRIDS = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}  # TPU grids; the smallest topology has four chips
 
@@ -53,15 +53,22 @@ def prepare(name: str) -> Device:
 def _check_plugin(platform: str) -> None:
     """Raise ValueError unless JAX's compiler for `platform` is installed, in JAX's version."""
     make = f"make an environment with it: bash bench/environments.sh {platform} DIR"
-    try:
-        found = metadata.version(_PLUGINS[platform])
-    except metadata.PackageNotFoundError:
+    found = {plugin: version for plugin in _PLUGINS[platform] if (version := _version(plugin))}
+    if not found:
         raise ValueError(
-            f"JAX cannot compile for {platform} here, because {_PLUGINS[platform]} is not installed; {make}"
-        ) from None
+            f"JAX cannot compile for {platform} here, because {_PLUGINS[platform][0]} is not installed; {make}"
+        )
     jax = metadata.version("jax")
-    if platform == "cuda" and found != jax:
-        raise ValueError(f"{_PLUGINS[platform]} is {found} and jax {jax}, which are incompatible; {make}")
+    if platform == "cuda" and jax not in found.values():
+        plugin, version = next(iter(found.items()))
+        raise ValueError(f"{plugin} is {version} and jax {jax}, which are incompatible; {make}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def topology(device: Device, count: int = 1) -> np.ndarray:

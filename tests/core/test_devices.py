@@ -185,8 +185,11 @@ def test_a_training_step_compiles(name, kind):
     trainee = kinds.trainee_of(begun)
     training = fit.begin(trainee, schedule)
     batch = jax.ShapeDtypeStruct((8, 64), "int32"), jax.ShapeDtypeStruct((8, 64), "bool")
-    shapes = abstract.divided((training.state, target, *batch), Mesh(devices.topology(device), ("model",)))
-    assert training.step.lower(*shapes, None).compile()
+    found = devices.topology(device)
+    shapes = abstract.divided((training.state, target, *batch), Mesh(found, ("model",)))
+    with abstract.tracing_for(found):
+        lowered = training.step.lower(*shapes, None)
+    assert lowered.compile()
 
 
 @pytest.mark.parametrize(
@@ -218,9 +221,12 @@ def test_the_programs_of_an_engine(name, key, report, monkeypatch):
     drafter = jspec.ModelDrafter(draft)
     one = Runner(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
     function, shapes = one._function(*key)
-    where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(devices.topology(chip), ("model",)))
+    found = devices.topology(chip)
+    where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(found, ("model",)))
     run = jax.jit(lambda models, *rest: function(*models, *rest), donate_argnums=1)
-    program = run.lower(*where).compile()
+    with abstract.tracing_for(found):
+        lowered = run.lower(*where)
+    program = lowered.compile()
     of_cache, copies = copies_of_a_cache(program.as_text(), config, 8 * one.positions)
     report(cache_sized=of_cache, copies=len(copies))
     assert of_cache and not copies

@@ -230,15 +230,27 @@ def test_an_environment_that_cannot_compile_for_it(monkeypatch, version, words):
     ours = devices.metadata.version
 
     def found(package):
-        if package != "jax-cuda12-plugin":
+        if not package.startswith("jax-cuda"):
             return ours(package)
-        if version is None:
+        if version is None or package == "jax-cuda13-plugin":
             raise devices.metadata.PackageNotFoundError
         return version
 
     monkeypatch.setattr(devices.metadata, "version", found)
     with pytest.raises(ValueError, match=f"{words}.*bash bench/environments.sh cuda DIR"):
         devices.prepare("h100")
+
+
+def test_either_cuda_plugin_suffices(monkeypatch):
+    ours = devices.metadata.version
+
+    def found(package):
+        if package == "jax-cuda12-plugin":
+            raise devices.metadata.PackageNotFoundError
+        return ours("jax" if package == "jax-cuda13-plugin" else package)
+
+    monkeypatch.setattr(devices.metadata, "version", found)
+    devices._check_plugin("cuda")
 
 
 def test_int8_drafts_are_of_int8():
