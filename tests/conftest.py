@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import os
 import sys
 import threading
@@ -42,7 +43,11 @@ TOY = convert.LlamaConfig(
 _OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
 # Splitting a program for parallel compilation gains nothing, because every core already runs a test worker.
 _QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-SLOW = {*(Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines()}
+# Tests outside the default run, by marker; a name without brackets stands for every case of a test.
+_TIERS = {
+    marker: {*(Path(__file__).parent / f"{marker}.txt").read_text(encoding="utf-8").splitlines()}
+    for marker in ("slow", "long")
+}
 
 
 def pytest_addoption(parser):
@@ -60,12 +65,19 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests listed in tests/slow.txt as slow; most belong to families that also have quick members."""
-    found = {item.nodeid.removeprefix("tests/"): item for item in items}
-    for name in SLOW & found.keys():
-        found[name].add_marker(pytest.mark.slow)
-    if config.args == config.getini("testpaths") and (missing := SLOW - found.keys()):
-        raise pytest.UsageError(f"tests/slow.txt names {min(missing)}, which is not a test; correct or remove it.")
+    """Mark the tests that tests/long.txt and tests/slow.txt list."""
+    found = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for key in {name, name.split("[")[0]}:
+            found.setdefault(key, []).append(item)
+    for marker, names in _TIERS.items():
+        for item in itertools.chain.from_iterable(found[name] for name in names & found.keys()):
+            if item.get_closest_marker("slow") is None:
+                item.add_marker(marker)
+        if config.args == config.getini("testpaths") and (missing := names - found.keys()):
+            file = f"tests/{marker}.txt"
+            raise pytest.UsageError(f"{file} names {min(missing)}, which is not a test; correct or remove it.")
 
 
 def pytest_terminal_summary(terminalreporter):
