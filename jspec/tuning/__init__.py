@@ -1,1 +1,2 @@
+# pyright: strict
 """Measurements that choose the number of draft tokens, the tree or the exit layer."""

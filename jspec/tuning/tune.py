@@ -1,7 +1,7 @@
+# pyright: strict
 """The `tune` function, which times the decoding programs, and the choice of draft length for "auto"."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from jax import Array
@@ -12,7 +12,7 @@ from jspec.core.keys import trial_keys
 from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import explicit_transfers
 from jspec.core.tree import Tree
-from jspec.core.types import Output
+from jspec.core.types import Output, PyTree
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import check_chain
@@ -31,7 +31,7 @@ from jspec.tuning.validate_tuning import check_measurable, check_tuning
 @explicit_transfers()
 def tune(
     target: Llama,
-    draft: Llama | Drafter | AskingDrafter,
+    draft: Llama | Drafter[PyTree] | AskingDrafter,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,
@@ -71,7 +71,7 @@ def tune(
     Raises:
         ValueError, TypeError: as for `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
     """
-    drafter: Any = as_drafter(draft)
+    drafter: Drafter[PyTree] | AskingDrafter = as_drafter(draft)
     check_chain("jspec.tune", drafter)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
@@ -81,7 +81,7 @@ def tune(
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
-    def drafting(setting: Setting) -> tuple[Any, int]:
+    def drafting(setting: Setting) -> tuple[Drafter[PyTree] | AskingDrafter, int]:
         if isinstance(setting, Tree):
             return TreeDrafter(drafter, setting, bool(getattr(rule, "independent", False))), setting.max_depth
         return drafter, setting
@@ -101,12 +101,12 @@ def tune(
 @explicit_transfers()
 def best_number(
     target: Llama,
-    drafter: Drafter,
-    tokens: Any,
-    lengths: Any,
+    drafter: Drafter[PyTree] | AskingDrafter,
+    tokens: Array | np.ndarray,
+    lengths: Array | np.ndarray,
     keys: Array,
     max_new_tokens: int,
-    sampling: Any,
+    sampling: SamplingParams,
     rule: Rule,
 ) -> int:
     """Return the K that `tune` finds, or found earlier, for a request like this one.

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The choice of draft length, from the measured cost and yield of rounds.
 
 Nothing in this file decodes. `jspec.tuning.tune` provides a function that decodes. This file times it, counts its
@@ -7,17 +8,18 @@ tokens, and chooses the best length.
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from jax import Array
 
 from jspec import theory
 from jspec.core.sampling import SamplingParams
 from jspec.core.tree import Tree
-from jspec.core.types import ACCEPTED, PADDING, Output
+from jspec.core.types import ACCEPTED, PADDING, Output, PyTree
 from jspec.drafters.draft_length import doubling
 
 log = logging.getLogger(__name__)  # reports progress, which the command shows
@@ -168,7 +170,7 @@ def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[
 def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, int, Output]:
     """Return the seconds, the number of rounds and the output. The loop runs until the slowest row is done."""
     began = perf_counter()
-    out = jax.block_until_ready(run(setting, limit, trial))
+    out = cast(Output, jax.block_until_ready(run(setting, limit, trial)))
     return perf_counter() - began, int(out.stats.rounds.max()), out
 
 
@@ -179,7 +181,7 @@ def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
     position without a draft token counts as not accepted. The limit may cut off a row's last round after an accepted
     draft token. In that case, the token after it is not counted.
     """
-    accepted = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
+    accepted: np.ndarray = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
     reached = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
     for out in outs:
         closed = (out.origins != ACCEPTED) & (out.origins != PADDING)  # a round's last token, unless cut off
@@ -188,17 +190,17 @@ def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
     return np.divide(accepted, reached, out=np.zeros(accepted.size), where=reached > 0)
 
 
-_answers: dict[Any, Tuning] = {}
+_answers: dict[Hashable, Tuning] = {}
 _measuring = threading.Lock()
 
 
-def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
+def remembered(models: PyTree, key: Hashable, find: Callable[[], Tuning]) -> Tuning:
     """Return ``find()``, called once per process for `key` and models with these shapes, dtypes and devices.
 
     Changing the weights, as in reinforcement learning, does not cause a new measurement. Threads that need the same
     measurement wait until one of them has made it.
     """
-    leaves, structure = jax.tree.flatten(models)
+    leaves, structure = cast(tuple[list[Any], Hashable], jax.tree.flatten(models))
     key = structure, tuple(map(_description, leaves)), key
     with _measuring:
         if key not in _answers:
@@ -206,12 +208,12 @@ def remembered(models: Any, key: Any, find: Callable[[], Tuning]) -> Tuning:
         return _answers[key]
 
 
-def _description(leaf: Any) -> Any:
+def _description(leaf: Any) -> Hashable:
     """Return the properties of a leaf that affect a program's running time. A plain number is returned as it is."""
     return (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) if hasattr(leaf, "shape") else leaf
 
 
-def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tuple:
+def tuning_key(tokens: Array | np.ndarray, max_new_tokens: int, sampling: SamplingParams) -> tuple[Hashable, ...]:
     """Return the properties of a request that affect cost and acceptance, apart from the models.
 
     They are the batch size, the length rounded to a power of two, and the sampling parameters. A parameter that is one
@@ -223,7 +225,7 @@ def tuning_key(tokens: Any, max_new_tokens: int, sampling: SamplingParams) -> tu
     return batch, (width + max_new_tokens - 1).bit_length(), tuple(map(_kind, fields.values()))
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: float | Array | np.ndarray | None) -> Hashable:
     if value is None:
         return None
     return ("array", bool(np.any(value))) if np.ndim(value) else float(value)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
 """The choice of a tree that beats the best chain, proposed by predicted cost and yield and selected by measurement.
 
 A fan is a tree with two, four or up to the allowed number of draft tokens for one position. Fans measure the acceptance
@@ -8,6 +9,7 @@ of several trees would win. Therefore, a tree's yield is a weighted mean of coun
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +77,8 @@ def fans(run: Run, chains: Tuning, max_new_tokens: int, most: int) -> tuple[np.n
     children = sorted({count for count in (*_FANS, min(most, _WIDEST)) if count <= most})
     played: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
     seconds, outs = in_turns(run, played, max_new_tokens)
-    accepted = isotonic_regression([float(acceptance_rates(outs[fan])[0]) for fan in played]).x
-    rising = isotonic_regression(list(seconds.values())).x  # additional rows never reduce the cost
+    accepted = cast(np.ndarray, isotonic_regression([float(acceptance_rates(outs[fan])[0]) for fan in played]).x)
+    rising = cast(np.ndarray, isotonic_regression(list(seconds.values())).x)  # additional rows never reduce the cost
     return _by_rank(children, accepted), _fit(chains, children, rising.tolist())
 
 

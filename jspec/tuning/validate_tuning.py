@@ -1,7 +1,7 @@
+# pyright: strict, reportUnknownMemberType=false
 """Argument checks for the functions that measure, performed before any measurement."""
 
 import numbers
-from typing import Any
 
 import jax
 import jax.core
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.decoding.validate_arguments import check_whole
 
 
-def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> None:
+def check_tuning(max_new_tokens: int, max_draft_tokens: int, max_nodes: object) -> None:
     """Raise ValueError if an argument is invalid, or if `max_new_tokens` is too small for `max_draft_tokens`."""
     check_whole("max_new_tokens", max_new_tokens)
     check_whole("max_draft_tokens", max_draft_tokens)
@@ -24,7 +24,7 @@ def check_tuning(max_new_tokens: Any, max_draft_tokens: Any, max_nodes: Any) -> 
         )
 
 
-def check_measurable(*arguments: Any) -> None:
+def check_measurable(*arguments: object) -> None:
     """Raise ValueError if nothing can be timed, or if several hosts might obtain different results."""
     # Inside a caller's transformation, even a new array is traced.
     leaves = jax.tree.leaves((arguments, jnp.zeros(())))
