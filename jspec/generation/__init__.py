@@ -1,1 +1,2 @@
+# pyright: strict
 """Public generation functions for token ids, for text and for streaming."""

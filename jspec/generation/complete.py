@@ -1,32 +1,39 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """`complete`: batched completion of prompts in one call, with a result for each prompt."""
 
 import dataclasses
 import itertools
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 
 from jspec import theory
+from jspec.acceptance import Rule
 from jspec.core.detokenizer import pieces
 from jspec.core.sampling import SamplingParams
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import BONUS, NO_DRAFT, Output, check_count
+from jspec.core.types import BONUS, NO_DRAFT, Output, PyTree, check_count
 from jspec.decoding.validate_arguments import as_array, check_positions, check_target
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
-from jspec.drafters.base import own_tree
+from jspec.drafters.base import AskingDrafter, Drafter, own_tree
 from jspec.drafters.capabilities import has_confidence, max_chain_length_of
-from jspec.drafters.draft_length import DEFAULT, UpTo, WhileConfident
+from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, UpTo, WhileConfident
 from jspec.drafters.standalone.model import as_drafter, positions
 from jspec.generation.generate import generate, speculative_generate
+from jspec.generation.statistics import Statistics
+from jspec.models.language_model import LanguageModel
+from jspec.models.llama import Llama
 from jspec.models.sampling_defaults import recommended
 from jspec.text import eos_ids, request_keys
 from jspec.text.chat_template import Batch, Prompt, encode, listed, room
 
 _DRAFTED = 4  # default number of draft tokens per round
 _Lookup = NGramDrafter | RetrievalDrafter
+_Draft: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
 _SURE = 0.6  # confidence threshold that pays off on CPUs, where each verified row costs time (bench/NOTES.md)
 
 
@@ -44,13 +51,13 @@ class Completion:
         stats: the request's statistics. See `statistics`.
     """
 
-    prompt: Any
+    prompt: Prompt
     pieces: list[str]
     tokens: list[int]
     logprobs: list[float]
     origins: list[int]
     finish_reason: str | None
-    stats: dict[str, Any]
+    stats: Statistics
 
     @property
     def text(self) -> str:
@@ -64,7 +71,7 @@ class Task:
 
     prompts: list[Prompt]
     batch: Batch
-    tokenizer: Any
+    tokenizer: Tokenizer
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
 
@@ -73,18 +80,24 @@ class Task:
         """The token ids of the first prompt."""
         return tuple(self.batch.tokens[0, : self.batch.lengths[0]].tolist())
 
-    def ends(self, target: Any) -> tuple[int, ...]:
+    def ends(self, target: LanguageModel) -> tuple[int, ...]:
         """Return the token ids that end decoding."""
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
 
-    def check_length(self, target: Any, draft: Any, max_new_tokens: int) -> None:
+    def check_length(self, target: LanguageModel, draft: _Draft | None, max_new_tokens: int) -> None:
         """Raise ValueError if a prompt plus `max_new_tokens` tokens is too long for a model."""
         drafter = None if draft is None else as_drafter(draft)
         check_positions(target, drafter, self.batch.lengths, max_new_tokens, np.zeros(1, np.int32))
 
     def decode(
-        self, target: Any, draft: Any, max_new_tokens: int, sampling: SamplingParams | None, seed: int, **options: Any
+        self,
+        target: Llama,
+        draft: _Draft | None,
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        seed: int,
+        **options: Any,
     ) -> Output:
         """Call `jspec.speculative_generate`, or `jspec.generate` if `draft` is None, with `options`.
 
@@ -112,7 +125,7 @@ class Task:
         limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # same program for scalars and arrays
         return dataclasses.replace(sampling, max_tokens=limits)
 
-    def completions(self, target: Any, out: Output) -> list[Completion]:
+    def completions(self, target: LanguageModel, out: Output) -> list[Completion]:
         """Return each prompt's completion from `out`, the output of `target`.
 
         Raises:
@@ -123,13 +136,13 @@ class Task:
             raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
         return [self._completion(target, out, row) for row in range(len(self.prompts))]
 
-    def reason(self, target: Any, stopped: Any, last: int) -> str:
+    def reason(self, target: LanguageModel, stopped: str | list[str] | None, last: int) -> str:
         """Return the finish reason. `last` is the last token; `stopped` is None if no string in `stop` was found."""
         if stopped is not None:
             return "stop"
         return "eos" if last in eos_ids(target, self.tokenizer) else "stop" if last in self.stop_ids else "length"
 
-    def _completion(self, target: Any, out: Output, row: int) -> Completion:
+    def _completion(self, target: LanguageModel, out: Output, row: int) -> Completion:
         new = slice(int(out.lengths[row]))
         ids, tokens = self.batch.tokens[row, : self.batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
         added = pieces(self.tokenizer, ids, tokens)
@@ -154,18 +167,18 @@ class Task:
 
 
 def complete(
-    target: Any,
-    draft: Any,
-    tokenizer: Any,
-    prompts: Any,
+    target: Llama,
+    draft: Llama | Drafter[PyTree] | AskingDrafter | None,
+    tokenizer: Tokenizer,
+    prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int = 128,
-    num_draft_tokens: Any = None,
+    num_draft_tokens: int | str | DraftLength | None = None,
     sampling: SamplingParams | None = None,
-    accept: Any = None,
+    accept: str | Rule | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
-    template: Mapping[str, Any] | None = None,
+    template: Mapping[str, object] | None = None,
 ) -> list[Completion]:
     """Complete text prompts and answer conversations in one batch.
 
@@ -213,7 +226,10 @@ def complete(
 
 
 def prepare(
-    tokenizer: Any, prompts: list[Prompt], stop: str | Sequence[str] = (), template: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    stop: str | Sequence[str] = (),
+    template: Mapping[str, object] | None = None,
 ) -> Task:
     """Validate and encode the prompts without a model. The arguments are the same as for `complete`."""
     if not callable(tokenizer):
@@ -231,7 +247,7 @@ def prepare(
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
-def draft_length_of(draft: Any, num_draft_tokens: Any) -> Any:
+def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
     """Return `num_draft_tokens`, or the default. A lookup drafts at most this many tokens, and none without a match.
 
     By default, a lookup's fallback drafter drafts while it is confident, if it reports its confidence.
@@ -240,10 +256,14 @@ def draft_length_of(draft: Any, num_draft_tokens: Any) -> Any:
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
         check_count("num_draft_tokens", wanted)
         return UpTo(int(wanted))
-    return WhileConfident(wanted, _SURE, _SURE) if num_draft_tokens is None and _has_lookup_first(draft) else wanted
+    return (
+        WhileConfident(cast(int, wanted), _SURE, _SURE)
+        if num_draft_tokens is None and _has_lookup_first(draft)
+        else wanted
+    )
 
 
-def engine_draft_length(draft: Any) -> Any:
+def engine_draft_length(draft: _Draft | None) -> int | str | Fixed:
     """Return an engine's default number of draft tokens. An engine does not accept `DraftLength` objects.
 
     The default is "auto" for a lookup with a fallback drafter, because the two draft different numbers of tokens.
@@ -251,12 +271,12 @@ def engine_draft_length(draft: Any) -> Any:
     return "auto" if _has_lookup_first(draft) else default_draft_length(draft)
 
 
-def _has_lookup_first(draft: Any) -> bool:
+def _has_lookup_first(draft: _Draft | None) -> bool:
     """Return whether `draft` is a lookup that falls back to a drafter that reports its confidence."""
     return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and has_confidence(draft.second)
 
 
-def default_draft_length(draft: Any) -> Any:
+def default_draft_length(draft: _Draft | None) -> int | Fixed:
     """Return the default number of draft tokens: four, or the drafter's maximum if lower; `DEFAULT` for a tree."""
     return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, max_chain_length_of(draft)))
 
@@ -279,7 +299,7 @@ def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | 
 
 def statistics(
     rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
-) -> dict[str, Any]:
+) -> Statistics:
     """Return one request's counts, as in `jspec.Stats`, and the tokens per round that theory predicts from them.
 
     ``acceptance_rate`` is the fraction of verified draft tokens (`judged`) that were accepted. Draft tokens after a
@@ -304,7 +324,7 @@ def statistics(
     }
 
 
-def _special(tokenizer: Any, string: str) -> int | None:
+def _special(tokenizer: Tokenizer, string: str) -> int | None:
     """Return the id of a special token, which decoded text never shows. Return None if `string` is ordinary text.
 
     Raises:

@@ -1,13 +1,12 @@
+# pyright: strict
 """`generate` and `speculative_generate`: each is one XLA program, from prompts to tokens."""
-
-from typing import Any
 
 from jax import Array
 from numpy.typing import ArrayLike
 
 from jspec.acceptance import RULES, Rule
 from jspec.core.sampling import SamplingParams
-from jspec.core.types import Output
+from jspec.core.types import Output, PyTree
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import number_of_drafts
@@ -26,7 +25,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: SamplingParams = SamplingParams(),
-    eos_ids: Any = (),
+    eos_ids: ArrayLike = (),
     pad_id: int = 0,
 ) -> Output:
     """Decode one token per forward pass of `target`.
@@ -44,7 +43,7 @@ def generate(
 
 def speculative_generate(
     target: Llama,
-    draft: Llama | Drafter | AskingDrafter,
+    draft: Llama | Drafter[PyTree] | AskingDrafter,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,
@@ -53,7 +52,7 @@ def speculative_generate(
     num_draft_tokens: int | str | DraftLength = DEFAULT,
     sampling: SamplingParams = SamplingParams(),
     accept: str | Rule = "rejection",
-    eos_ids: Any = (),
+    eos_ids: ArrayLike = (),
     pad_id: int = 0,
     record: bool = False,
 ) -> Output:
@@ -98,7 +97,7 @@ def speculative_generate(
         TypeError: keys are raw, or an argument has the wrong type.
     """
     rule = check_rule(accept)
-    drafter: Any = as_drafter(draft)
+    drafter: Drafter[PyTree] | AskingDrafter = as_drafter(draft)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
     num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)

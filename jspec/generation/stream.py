@@ -1,33 +1,38 @@
+# pyright: strict
 """`stream`: the output for one prompt, part by part as it is decoded."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jspec.core.sampling import SamplingParams
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import check_count
+from jspec.core.types import PyTree, check_count
+from jspec.drafters.base import AskingDrafter, Drafter
 from jspec.drafters.standalone.model import positions
 from jspec.engine import Engine, Request, Result
 from jspec.generation.complete import Completion, Task, engine_draft_length, prepare, statistics
+from jspec.models.language_model import LanguageModel
+from jspec.models.llama import Llama
 from jspec.models.sampling_defaults import recommended
 from jspec.text import request_keys
-from jspec.text.chat_template import room
+from jspec.text.chat_template import Prompt, room
 from jspec.text.stop_strings import StopAwareDetokenizer
 
 
 def stream(
-    target: Any,
-    draft: Any,
-    tokenizer: Any,
-    prompt: Any,
+    target: Llama,
+    draft: Llama | Drafter[PyTree] | AskingDrafter | None,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
     *,
     max_new_tokens: int = 128,
-    num_draft_tokens: Any = None,
+    num_draft_tokens: int | str | None = None,
     sampling: SamplingParams | None = None,
     seed: int = 0,
     stop: str | Sequence[str] = (),
-    template: Mapping[str, Any] | None = None,
+    template: Mapping[str, object] | None = None,
 ) -> Iterator[Completion]:
     """Complete a text prompt, or answer a conversation, and yield each new part as soon as it is decoded.
 
@@ -58,9 +63,15 @@ def stream(
             "draft is None, so num_draft_tokens cannot be used; pass a draft, or leave num_draft_tokens out."
         )
     draft_length = engine_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
-    how = {} if draft is None else {"num_draft_tokens": draft_length}
+    how: dict[str, Any] = {} if draft is None else {"num_draft_tokens": draft_length}
     # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.
-    engine = Engine(target, draft, slots=1, max_length=min(task.batch.tokens.shape[1] + size, known), **how)
+    engine = Engine(
+        target,
+        cast(Llama | Drafter[PyTree] | None, draft),
+        slots=1,
+        max_length=min(task.batch.tokens.shape[1] + size, known),
+        **how,
+    )
     sampling = recommended(target) if sampling is None else sampling
     with explicit_transfers():
         key = request_keys(seed, 1)[0]
@@ -68,7 +79,7 @@ def stream(
     return parts(target, task, request, engine.stream_sync(request))
 
 
-def parts(target: Any, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
+def parts(target: LanguageModel, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
     """Yield each new part of the output for a task's only prompt, as its result grows."""
     writer, sent = StopAwareDetokenizer(task.tokenizer, request.tokens, task.stop), 0
     for result in results:

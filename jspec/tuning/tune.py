@@ -2,6 +2,7 @@
 """The `tune` function, which times the decoding programs, and the choice of draft length for "auto"."""
 
 import dataclasses
+from typing import cast
 
 import numpy as np
 from jax import Array
@@ -102,8 +103,8 @@ def tune(
 def best_number(
     target: Llama,
     drafter: Drafter[PyTree] | AskingDrafter,
-    tokens: Array | np.ndarray,
-    lengths: Array | np.ndarray,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
     keys: Array,
     max_new_tokens: int,
     sampling: SamplingParams,
@@ -124,5 +125,5 @@ def best_number(
         limits = {"max_new_tokens": new, "max_draft_tokens": most, "max_nodes": 0}
         return tune(target, drafter, tokens, lengths, keys, sampling=sampling, accept=rule, **limits)
 
-    key = most, rule, tuning_key(tokens, new, sampling)
+    key = most, rule, tuning_key(cast(Array | np.ndarray, tokens), new, sampling)
     return remembered(models=(target, drafter), key=key, find=find).num_draft_tokens
