@@ -1,1 +1,2 @@
+# pyright: strict
 """An OpenAI-compatible server on `jspec.engine.Engine`; needs the extra ``serve``."""

@@ -1,7 +1,7 @@
+# pyright: strict
 """Access control: the hosts that the server answers to, and the web pages that may use it."""
 
 import dataclasses
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -74,7 +74,7 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = self._has_key or scope["type"] != "http" or scope["path"] == _PROBED
         refusal = None if is_open else self._refusal(scope)
-        app: Any = self._app
+        app: ASGIApp = self._app
         if refusal is not None:
             app = JSONResponse(refusal.as_json(), refusal.status)
         await app(scope, receive, send)

@@ -1,12 +1,13 @@
+# pyright: strict
 """The HTTP routes, and the lifecycle of a request."""
 
 import asyncio
 import contextlib
 import logging
 import reprlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
@@ -15,13 +16,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.engine import Engine
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
+from jspec.models.language_model import LanguageModel
 from jspec.serve.access import Access, Guard
 from jspec.serve.constraint_jobs import ConstraintCompiler
-from jspec.serve.errors import Refusal, busy, draining, wrong
+from jspec.serve.errors import Json, Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
 from jspec.serve.parse_request import Served, number_of_choices, parse_request
@@ -66,7 +69,7 @@ class Server:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         name: str,
         *,
         version: str = "",
@@ -193,7 +196,7 @@ class Server:
             raise _no_model(request.path_params["name"], self._served.name)
         return _json(self._described())
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, Json]:
         return {
             "id": self._served.name,
             "object": "model",
@@ -220,7 +223,7 @@ class Server:
         return HTMLResponse(page, headers={"Content-Security-Policy": "frame-ancestors 'none'"})
 
 
-def _grammars(target: Any, tokenizer: Any) -> Grammars | None:
+def _grammars(target: LanguageModel, tokenizer: Tokenizer) -> Grammars | None:
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
     try:
@@ -234,7 +237,7 @@ def _parsed(kind: type[Body], body: bytes) -> Body:
     return understood(kind, as_json(body))
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) -> _T:
     """Wait for `work` while the client stays connected.
 
     Raises:
@@ -250,7 +253,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not waiting[0].done():
             raise ClientDisconnect
-        return waiting[0].result()
+        return cast(_T, waiting[0].result())
     finally:
         for one in waiting:
             one.cancel()
@@ -265,7 +268,7 @@ def _no_model(name: str, served: str) -> Refusal:
     )
 
 
-def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
+def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(dump(value), status, headers, media_type="application/json")
 
 

@@ -1,6 +1,8 @@
+# pyright: strict
 """One choice in a response: the engine's output so far, as text."""
 
 import time
+from typing import Any
 
 from jspec.engine import Request, Result
 from jspec.engine.scheduler import ActiveRequest
@@ -27,7 +29,7 @@ class Choice:
         body, prompt = parsed.body, parsed.prompts[self.prompt]
         # If echoed token ids end with an incomplete character, the generated text shows that character.
         shows_prompt = not parsed.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
-        options = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
+        options: dict[str, Any] = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
         self.writer = StopAwareDetokenizer(served.tokenizer, prompt, parsed.stop, **options, shows_prompt=shows_prompt)
         self.active_request: ActiveRequest | None = None
         self.result = Result()

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnnecessaryComparison=false
 """Connections: limits on their number and on how long each may keep the server waiting, and eviction of the slowest."""
 
 import asyncio

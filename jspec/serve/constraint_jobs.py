@@ -1,9 +1,9 @@
+# pyright: strict
 """Request constraints: their limit, and their compilation in parallel with other work."""
 
 import asyncio
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
@@ -27,7 +27,7 @@ class ConstraintCompiler:
     def __init__(self, grammars: Grammars | None, limit: int):
         self._grammars = grammars
         self._limiter, self._threads = CapacityLimiter(limit), CapacityLimiter(limit)
-        self._held: dict[Any, asyncio.Future[Constraint]] = {}
+        self._held: dict[object, asyncio.Future[Constraint]] = {}
 
     async def compile(self, holder: object, wanted: ResponseFormat) -> Constraint:
         """Compile the format that `holder` requests. The caller must eventually `release` the holder.

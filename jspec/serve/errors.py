@@ -1,10 +1,13 @@
+# pyright: strict
 """Errors in the format that OpenAI clients expect."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+# A JSON value. `float` includes int and bool.
+Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | None
 
 
 @dataclasses.dataclass
@@ -23,9 +26,9 @@ class Refusal(Exception):
     message: str
     param: str | None = None
     code: str | None = None
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return the response body, which is also the data of a stream event."""
         default_kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, default_kind)

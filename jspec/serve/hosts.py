@@ -1,3 +1,4 @@
+# pyright: strict
 """Hosts and origins in the form that browsers use, and a server's names."""
 
 import ipaddress

@@ -1,3 +1,4 @@
+# pyright: strict
 """One request body in the engine: its choices, and the tasks that wait for them."""
 
 import asyncio
@@ -7,14 +8,13 @@ import logging
 import queue
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
 from jspec.engine import Result
 from jspec.engine.constraints import Constraint
 from jspec.serve.choice import Choice
-from jspec.serve.errors import Refusal, busy, draining, failed, wrong
+from jspec.serve.errors import Json, Refusal, busy, draining, failed, wrong
 from jspec.serve.metrics import Metrics
 from jspec.serve.parse_request import ParsedRequest, Served, parse_request
 from jspec.serve.schemas import Body
@@ -152,7 +152,7 @@ class Job:
         async for _ in self.news():
             pass
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Json]:
         """Return the token counts that OpenAI clients expect, and the drafting statistics.
 
         Each prompt counts once, regardless of its number of choices.

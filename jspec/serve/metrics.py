@@ -1,11 +1,12 @@
+# pyright: strict
 """The metrics that /metrics returns, with vLLM's names after a prefix.
 
 Each choice counts as one request. A prompt's tokens count once.
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -38,6 +39,7 @@ _TIMES = {
     "request_decode_time_seconds": "From the first token to the last.",
 }
 _SIZES = {"request_prompt_tokens": "Tokens per prompt.", "request_generation_tokens": "Generated tokens per request."}
+_Metric = TypeVar("_Metric", Gauge, Counter, Histogram)
 
 
 class Metrics:
@@ -61,7 +63,7 @@ class Metrics:
             self._at.labels(served.name, str(position))
         self._describe()
 
-    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+    def _made(self, kind: Callable[..., _Metric], name: str, text: str, **options: Sequence[float]) -> _Metric:
         metric = kind(self.prefix + name, text, ["model_name"], registry=self._registry, **options)
         return metric.labels(self._served.name)
 

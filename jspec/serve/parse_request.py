@@ -1,3 +1,4 @@
+# pyright: strict
 """Conversion of a request body to engine requests: token-id prompts, sampling parameters, keys and end tokens."""
 
 import dataclasses
@@ -9,10 +10,12 @@ import jax
 import numpy as np
 
 from jspec.core.sampling import SamplingParams
+from jspec.core.tokenizer import Tokenizer
 from jspec.engine import Engine, Request
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.generation.complete import prepare
+from jspec.models.language_model import LanguageModel
 from jspec.models.sampling_defaults import default_sampling
 from jspec.serve.errors import wrong
 from jspec.serve.schemas import Body, ChatBody, CompletionBody
@@ -35,12 +38,12 @@ class Served:
 
     name: str
     engine: Engine
-    tokenizer: Any
+    tokenizer: Tokenizer
     names: Names
     grammars: Grammars | None
 
     @property
-    def target(self) -> Any:
+    def target(self) -> LanguageModel:
         """The target model, whose distribution the output follows."""
         return self.engine.device.target
 
@@ -123,7 +126,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
 
 
-def _template(served: Served, body: Body) -> dict[str, Any]:
+def _template(served: Served, body: Body) -> dict[str, object]:
     """Return a chat's template variables. Like its messages, they may not exceed the maximum sequence length."""
     name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
     try:

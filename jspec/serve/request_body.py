@@ -1,13 +1,14 @@
+# pyright: strict
 """The raw request: its API key, its size and its JSON."""
 
 import asyncio
 import hmac
 import json
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from starlette.requests import Request
 
-from jspec.serve.errors import Refusal, wrong
+from jspec.serve.errors import Json, Refusal, wrong
 
 _PATIENCE = 60.0  # seconds for a body to arrive
 _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
@@ -53,7 +54,7 @@ async def read(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def as_json(body: bytes) -> Any:
+def as_json(body: bytes) -> Json:
     """Return the JSON value of the body.
 
     Raises:

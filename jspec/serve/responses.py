@@ -1,3 +1,4 @@
+# pyright: strict
 """Responses to clients: choices as JSON, either whole or in chunks. A chunk is a part of the whole response."""
 
 import bisect
@@ -6,13 +7,14 @@ import itertools
 import math
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
 
 from anyio import to_thread
 
 from jspec.core.detokenizer import Pieces
 from jspec.core.origins import NAMES
+from jspec.engine import Result
 from jspec.serve.choice import Choice
+from jspec.serve.errors import Json
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
 
@@ -45,20 +47,20 @@ class Answer:
         self._read: dict[int, list[str]] = {}
         self._sent = {choice.index: (0, 0, False) for choice in job.choices}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Json]:
         """Return the whole response. All choices must have ended."""
         choices = [self._choice(self._next(choice), "message") for choice in self._job.choices]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._job.usage()}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncIterator[dict[str, Json]]:
         """Yield new output whenever there is any, and the usage at the end if the request asks for it.
 
         Raises:
             Refusal: a choice has failed.
         """
         options = self._parsed.body.stream_options
-        usage: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        usage: dict[str, Json] = {"usage": None} if options and options.include_usage else {}
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._parsed.echoes:
             await to_thread.run_sync(self._read_prompts)  # some prompts may be long
@@ -79,7 +81,7 @@ class Answer:
         if usage:
             yield head | {"choices": [], "usage": self._job.usage()}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Json]:
         return {"id": self._id, "object": kind, "created": self._job.created, "model": self._job.served.name}
 
     def _has_more(self, choice: Choice) -> bool:
@@ -97,7 +99,7 @@ class Answer:
         is_first = characters == tokens == 0
         return Part(choice, slice(characters, end), slice(tokens, choice.count), is_first, ended)
 
-    def _choice(self, part: Part, name: str) -> dict[str, Any]:
+    def _choice(self, part: Part, name: str) -> dict[str, Json]:
         choice, body = part.choice, self._parsed.body
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} if part.is_last else {}
         if not self._is_chat:
@@ -133,7 +135,7 @@ class Answer:
             self._read[choice.prompt] = [detokenizer.add(token) for token in choice.request.tokens]
         return self._read[choice.prompt]
 
-    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+    def _logprobs(self, part: Part) -> dict[str, Json] | None:
         """Return log-probabilities in the completions format: one list per field."""
         if self._parsed.top is None:
             return None
@@ -165,7 +167,7 @@ class Answer:
         others = {self._names.text(other): _number(logprob) for other, logprob in reversed(top)}
         return others | {self._names.text(token): _number(value)}
 
-    def _chat_logprobs(self, part: Part) -> dict[str, Any] | None:
+    def _chat_logprobs(self, part: Part) -> dict[str, Json] | None:
         if self._parsed.top is None:
             return None
         result = part.choice.result
@@ -178,11 +180,11 @@ class Answer:
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
+    def _entry(self, token: int, value: float) -> dict[str, Json]:
         return {"token": self._names.text(token), "logprob": _number(value), "bytes": self._names.utf8(token)}
 
 
-def _plain_choice(index: int, **fields: Any) -> dict[str, Any]:
+def _plain_choice(index: int, **fields: Json) -> dict[str, Json]:
     return {"index": index, "logprobs": None, "finish_reason": None} | fields
 
 
@@ -192,7 +194,7 @@ def _tops(given: list[list[tuple[int, float]]], part: Part) -> list[list[tuple[i
     return given[part.tokens] if given else [[]] * count
 
 
-def _prompt_tops(result: Any, top: int | None) -> list[list[tuple[int, float]]]:
+def _prompt_tops(result: Result, top: int | None) -> list[list[tuple[int, float]]]:
     return result.prompt_top_logprobs if top else [[]] * len(result.prompt_logprobs)
 
 
@@ -202,7 +204,7 @@ def _number(value: float) -> float | None:
 
 def _origins(part: Part) -> dict[str, list[str]]:
     """Return the part's text, split at token boundaries, and the origin of each piece."""
-    choice, cut, names = part.choice, [], []
+    choice, cut, names = part.choice, list[str](), list[str]()
     first, last = part.characters.start, part.characters.stop
     begin = max(0, bisect.bisect_right(choice.writer.starts, first) - 1)
     lists = (found[begin:] for found in (choice.writer.starts, choice.writer.pieces, choice.result.origins))

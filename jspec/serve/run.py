@@ -1,3 +1,4 @@
+# pyright: strict
 """The server process: its port, its engine and its graceful shutdown."""
 
 import asyncio
@@ -7,9 +8,9 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Generator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -88,7 +89,7 @@ class _Uvicorn(uvicorn.Server):
                 most,
                 self._server.room,
             )
-        connections: Any = self.server_state.connections
+        connections = cast(Collection[Connection], self.server_state.connections)
         self._accepting = asyncio.create_task(accept(listener, self._connection, connections, most))
 
     def _connection(self) -> Connection:
@@ -148,7 +149,7 @@ def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
 
 
 @contextlib.contextmanager
-def ends_within(seconds: float) -> Iterator[None]:
+def ends_within(seconds: float) -> Generator[None]:
     """End the process with status 1 if the block exceeds `seconds`, because a stuck thread cannot be joined."""
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True

@@ -1,12 +1,13 @@
+# pyright: strict
 """Request body schemas. Types are strict, unknown fields are errors, and null is the same as a missing field."""
 
 import reprlib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from jspec.serve.errors import Refusal, wrong
+from jspec.serve.errors import Json, Refusal, wrong
 
 # Fields of OpenAI's API that are known but not supported.
 _REFUSED = (
@@ -19,7 +20,7 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0, le=_MOST)]], Field(max_length=6
 
 
 class _Short(reprlib.Repr):
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+    def repr_dict(self, x: dict[object, object], level: int) -> str:
         """Return the representation of a dict, without sorting all keys of a large one."""
         return "{...}" if len(x) > self.maxdict else super().repr_dict(x, level)
 
@@ -27,14 +28,14 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def _texts(value: Any) -> Any:
+def _texts(value: Json) -> Json:
     several = [value] if isinstance(value, str) else value
     if isinstance(several, list) and all(isinstance(one, str) and one for one in several):
         return several
     raise PydanticCustomError("stop", "{place} must be a string or a list of strings, none of them empty")
 
 
-def _prompts(value: Any) -> Any:
+def _prompts(value: Json) -> Json:
     """Convert one prompt, or a list of prompts, to a list of strings and token-id lists."""
     if isinstance(value, str):
         return [value]
@@ -49,11 +50,11 @@ def _prompts(value: Any) -> Any:
     )
 
 
-def _parts(value: Any) -> Any:
+def _parts(value: Json) -> Json:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _is_ids(value: Any) -> bool:
+def _is_ids(value: Json) -> bool:
     return isinstance(value, list) and value != [] and all(type(one) is int for one in value)
 
 
@@ -62,8 +63,12 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        return {name: value for name, value in fields.items() if value is not None} if type(fields) is dict else fields
+    def _without_nulls(cls, fields: Json) -> Json:
+        return (
+            {name: value for name, value in cast(dict[str, Json], fields).items() if value is not None}
+            if type(fields) is dict
+            else fields
+        )
 
 
 class StreamOptions(_Strict):
@@ -81,7 +86,7 @@ class JsonSchema(_Strict):
     name: str = Field("", max_length=64)
     description: str = ""
     strict: bool = True
-    held: dict[str, Any] = Field(alias="schema")
+    held: dict[str, object] = Field(alias="schema")
 
 
 class ResponseFormat(_Strict):
@@ -192,7 +197,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=_MOST_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_MOST)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST)
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -209,7 +214,7 @@ class ChatBody(Body):
         return self
 
 
-def understood(kind: type[Body], fields: Any) -> Body:
+def understood(kind: type[Body], fields: Json) -> Body:
     """Validate `fields`, and return them as a body of type `kind`.
 
     Raises:
@@ -227,10 +232,10 @@ def understood(kind: type[Body], fields: Any) -> Body:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
 
 
-def _check_sizes(fields: dict[str, Any]) -> None:
+def _check_sizes(fields: dict[str, Json]) -> None:
     """Reject bodies with too many small values before validation reports an error for each of them."""
 
-    def of(value: Any, most: int = _MOST_MESSAGES) -> list[dict[str, Any]]:
+    def of(value: Json, most: int = _MOST_MESSAGES) -> list[dict[str, Json]]:
         return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
 
     messages = of(fields.get("messages"))

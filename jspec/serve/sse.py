@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Responses sent piece by piece. Clients must read each piece in time, and no response is serialised all at once."""
 
 import asyncio
@@ -6,14 +7,13 @@ import functools
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any
 
 from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from jspec.serve.errors import Refusal, failed
+from jspec.serve.errors import Json, Refusal, failed
 from jspec.serve.job import Job
 from jspec.serve.responses import Answer
 
@@ -27,7 +27,7 @@ _PING = 15  # seconds between pings
 class Whole(StreamingResponse):
     """A finished job's response, as one object. It counts as delivered afterwards, even if sending it fails."""
 
-    def __init__(self, job: Job, content: dict[str, Any]):
+    def __init__(self, job: Job, content: dict[str, Json]):
         self._job = job
         super().__init__(_joined(dump_pieces(content)), media_type="application/json")
 
@@ -110,12 +110,12 @@ async def heard(receive: Receive) -> Message:
                 return await receive()
 
 
-def dump(value: Any) -> str:
+def dump(value: Json) -> str:
     """Serialise `value` as JSON."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
-def dump_pieces(value: Any, levels: int = _LEVELS) -> Iterator[str]:
+def dump_pieces(value: Json, levels: int = _LEVELS) -> Iterator[str]:
     """Yield the output of `dump` in many pieces, because no other thread runs while a piece is serialised."""
     if isinstance(value, dict) and levels:
         for i, (name, part) in enumerate(value.items()):
@@ -135,7 +135,7 @@ def dump_pieces(value: Any, levels: int = _LEVELS) -> Iterator[str]:
         yield dump(value)
 
 
-def _dump_large(value: Any) -> str:
+def _dump_large(value: Json) -> str:
     return "".join(dump_pieces(value))
 
 

@@ -1,7 +1,9 @@
+# pyright: strict
 """Token names in responses."""
 
 import re
-from typing import Any
+
+from jspec.core.tokenizer import Tokenizer
 
 
 class Names:
@@ -11,7 +13,7 @@ class Names:
         longest: the number of characters in the longest token.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._raw = {i: token for token, i in tokenizer.get_vocab().items()}
         self.longest = max(map(len, self._raw.values()))

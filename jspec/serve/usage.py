@@ -1,10 +1,12 @@
+# pyright: strict
 """Drafting statistics in responses."""
 
 import dataclasses
 from collections import Counter
-from typing import Any, Self
+from typing import Self
 
 from jspec.engine import Result
+from jspec.serve.errors import Json
 
 
 @dataclasses.dataclass
@@ -21,7 +23,7 @@ class DraftUsage:
     drafted: int = 0
     judged: int = 0
     accepted: int = 0
-    by_accepted: Counter[int] = dataclasses.field(default_factory=Counter)
+    by_accepted: Counter[int] = dataclasses.field(default_factory=Counter[int])
 
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
@@ -47,7 +49,7 @@ class DraftUsage:
         """The number of rounds that had a draft."""
         return self.by_accepted.total()
 
-    def as_json(self, num_draft_tokens: int) -> dict[str, Any]:
+    def as_json(self, num_draft_tokens: int) -> dict[str, Json]:
         """Return the statistics for clients. Rates are None if nothing was drafted."""
         return {
             "mean_acceptance_length": 1 + self.accepted / self.drafts if self.drafts else None,
