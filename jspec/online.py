@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Online learning: a drafter that trains on the output of finished requests, for the requests that follow.
 
 The method follows Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change during a
@@ -7,7 +8,6 @@ depends on the noise derived from its key, so that noise must not be used again.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import Output, check_count
 from jspec.decoding.validate_arguments import check_target
+from jspec.models.llama import Llama
 from jspec.training.batches import side_by_side
 from jspec.training.dataset import Row, of_answer, parts
 from jspec.training.fit import Schedule, begin
-from jspec.training.kinds import check_fits, trainee_of
+from jspec.training.kinds import Trainable, check_fits, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 
@@ -48,8 +49,8 @@ class Learner:
 
     def __init__(
         self,
-        target: Any,
-        drafter: Any,
+        target: Llama,
+        drafter: Trainable,
         *,
         rate: float = 1e-3,
         depth: int = 4,
@@ -75,11 +76,11 @@ class Learner:
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, self.drafter)
         self._training = begin(self._trainee, self._schedule)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         made = ("_trainee", "_dtypes", "_training")
         return {name: value for name, value in vars(self).items() if name not in made}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self._prepare()
 

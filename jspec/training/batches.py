@@ -1,7 +1,9 @@
+# pyright: strict
 """Fixed-shape batches of rows, in an order that depends only on the seed and the step number."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -62,7 +64,7 @@ class Plan:
 
     def _epoch(self, epoch: int) -> list[tuple[np.ndarray, int]]:
         rng = np.random.default_rng((self._seed, epoch))
-        found = []
+        found: list[tuple[np.ndarray, int]] = []
         for width, size in self._sizes.items():
             order = rng.permutation(np.flatnonzero(self._widths == width))
             found += [(order[start : start + size], width) for start in range(0, len(order), size)]
@@ -71,7 +73,7 @@ class Plan:
     def of_rows(self, numbers: np.ndarray, width: int) -> Batch:
         """Return a batch of the rows `numbers`, with padding rows up to the batch size for their width."""
         size = -(-self._sizes[width] // self._devices) * self._devices
-        return side_by_side([self.rows[number] for number in numbers], size, width, numbers)
+        return side_by_side([self.rows[cast(int, number)] for number in numbers], size, width, numbers)
 
 
 def side_by_side(rows: Sequence[Row], size: int, width: int, numbers: np.ndarray | None = None) -> Batch:

@@ -1,8 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """Draft models that complement each other: each one learns the tokens that earlier ones get wrong."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ import numpy as np
 from jax import Array
 
 from jspec.drafters import ModelDrafter
+from jspec.models.llama import Llama
 from jspec.training.batches import Plan
 from jspec.training.dataset import Row
 from jspec.training.heads import model
-from jspec.training.target_states import run_target
+from jspec.training.target_states import TargetStates, run_target
 
 
-def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
+def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
     """Restrict the tokens to learn to those where the most likely tokens of `drafter` and the target differ.
 
     This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are left out.
@@ -26,9 +28,9 @@ def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_toke
     """
     found: list[Row] = []
     for batch in Plan(rows, step_tokens, seed=0).in_order():
-        learned = batch.learned & ~np.asarray(_alike(target, drafter, batch.tokens))
+        learned = batch.learned & ~np.asarray(cast(Array, _alike(target, drafter, batch.tokens)))
         for number, wrong in zip(batch.numbers, learned, strict=True):
-            row = rows[number]
+            row = rows[cast(int, number)]
             wrong = wrong[: len(row.tokens)]
             if number >= 0 and wrong[2:].any():
                 found.append(dataclasses.replace(row, learned=wrong))
@@ -38,9 +40,9 @@ def left_over(target: Any, drafter: ModelDrafter, rows: Sequence[Row], step_toke
 
 
 @jax.jit
-def _alike(target: Any, drafter: ModelDrafter, tokens: Array) -> Array:
+def _alike(target: Llama, drafter: ModelDrafter, tokens: Array) -> Array:
     """Return ``bool[B, S]``, whether both have the same most likely token at each position; the first is False."""
-    target_states = run_target(target, tokens, ())
+    target_states = cast(TargetStates, run_target(target, tokens, ()))
     (said,) = model(drafter, target, tokens, target_states, 1)
     same = said.argmax(-1) == target.logits(target_states.hidden).argmax(-1)
     return jnp.pad(same[:, :-1], ((0, 0), (1, 0)))

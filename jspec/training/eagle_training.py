@@ -4,7 +4,6 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,12 @@ from jax import Array
 from convert.generation_config import SamplingDefaults
 from jspec.drafters.heads.eagle_module import Eagle, EagleConfig
 from jspec.models.layers import einsum
+from jspec.models.llama import Llama
 from jspec.models.rope import rope_tables, rotate
 from jspec.training.heads import later
 
 
-def new_head(target: Any, draft_ids: np.ndarray | None, seed: int) -> Eagle:
+def new_head(target: Llama, draft_ids: np.ndarray | None, seed: int) -> Eagle:
     """Return a float32 EAGLE-3 head for `target` that reads hidden states from its early, middle and late layers.
 
     The head normalises its own output before reading it again, and normalises each of the target's states (EAGLE-3.1).
@@ -51,7 +51,7 @@ def features(depth: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, depth - 1), depth // 2, depth - 1}))
 
 
-def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
+def share_head(head: Eagle, target: Llama, draft_ids: np.ndarray) -> None:
     """Copy the columns for `draft_ids` from the target's output head to `head`."""
     assert head.lm_head is not None and head.draft_ids is not None
     known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
@@ -60,7 +60,7 @@ def share_head(head: Eagle, target: Any, draft_ids: np.ndarray) -> None:
     head.lm_head.weight.set_value(target.head.wide(draft_ids))
 
 
-def unroll(head: Eagle, target: Any, tokens: Array, states: Array, depth: int) -> Iterator[Array]:
+def unroll(head: Eagle, target: Llama, tokens: Array, states: Array, depth: int) -> Iterator[Array]:
     """Yield the logits of `head` if the last 0, 1, ... states that it reads are its own.
 
     EAGLE-3 calls this the "training-time test".

@@ -1,18 +1,20 @@
+# pyright: strict, reportUnknownMemberType=false
 """A trained drafter's gain on this device: tokens per round, predicted and measured, and speed."""
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from jspec.core.keys import TRAINING, trial_keys
 from jspec.core.sampling import SamplingParams
-from jspec.core.types import Output
-from jspec.drafters.base import own_tree
+from jspec.core.types import Output, PyTree
+from jspec.drafters.base import AskingDrafter, Drafter, own_tree
 from jspec.generation.generate import generate, speculative_generate
+from jspec.models.llama import Llama
 from jspec.text import request_keys
 from jspec.text.chat_template import Batch, encode
 from jspec.training.fit import Progress, predicted
@@ -40,8 +42,8 @@ class Result:
 
 
 def measure(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: Drafter[PyTree] | AskingDrafter,
     prompts: Sequence[Sequence[int]],
     evaluation: Progress,
     num_draft_tokens: int,
@@ -66,7 +68,13 @@ def measure(
 
 
 def _timed(
-    target: Any, drafter: Any, prompt: Batch, seed: int, num_draft_tokens: int, temperature: float, most: int
+    target: Llama,
+    drafter: Drafter[PyTree] | AskingDrafter | None,
+    prompt: Batch,
+    seed: int,
+    num_draft_tokens: int,
+    temperature: float,
+    most: int,
 ) -> tuple[float, Output]:
     request = target, prompt.tokens, prompt.lengths, trial_keys(request_keys(seed, 1), TRAINING)
     # Decode only up to EOS, because nothing was learned about tokens after it.
@@ -82,5 +90,5 @@ def _timed(
     else:
         draft_options = {} if own_tree(drafter) else {"num_draft_tokens": num_draft_tokens}
         out = speculative_generate(target, drafter, *request[1:], **draft_options, **options)
-    out = jax.block_until_ready(out)
+    out = cast(Output, jax.block_until_ready(out))
     return time.perf_counter() - start, out

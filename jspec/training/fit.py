@@ -1,3 +1,5 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportMissingTypeStubs=false
 """The training loop: a jitted step, periodic checkpoints, and evaluation on held-out text."""
 
 import dataclasses
@@ -5,9 +7,9 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from convert import unfinished
 from convert.errors import CheckpointError, brief, raised_alone
+from jspec.core.types import PyTree
+from jspec.models.llama import Llama
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import write_text
 from jspec.training.kinds import Trainee, Weights
@@ -28,6 +32,11 @@ _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
 _SHALLOW = 0.6  # share of initial steps that unroll a head half as deep, in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
+State: TypeAlias = dict[str, PyTree]  # the weights, the fixed weights and the optimiser's moments
+_Inputs: TypeAlias = tuple[Llama, Array, Array, TargetStates | None]
+_Spread: TypeAlias = Callable[
+    [tuple[np.ndarray, np.ndarray, TargetStates | None]], tuple[Array, Array, TargetStates | None]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Progress:
 
 def fit(
     trainee: Trainee,
-    target: Any,
+    target: Llama,
     source: Source,
     held_out: Source,
     schedule: Schedule,
@@ -144,9 +153,9 @@ class Training(NamedTuple):
     the tokens or None.
     """
 
-    state: dict[str, Any]
-    step: Callable[..., tuple[dict[str, Any], Array]]
-    scored_step: Callable[..., tuple[dict[str, Any], Score]]
+    state: State
+    step: Callable[..., tuple[State, Array]]
+    scored_step: Callable[..., tuple[State, Score]]
     score: Callable[..., Score]
 
 
@@ -154,16 +163,18 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
     """Return a `Training` whose functions compile once for each batch shape."""
     optimiser = _optimiser(schedule)
 
-    def said(weights: Weights, fixed: Weights, *batch: Any) -> Score:
+    def said(weights: Weights, fixed: Weights, *batch: *_Inputs) -> Score:
         return _said(trainee, schedule, fixed | weights, *batch)
 
-    def loss_of(*rest: Any) -> tuple[Array, Score]:
+    def loss_of(*rest: *tuple[Weights, Weights, *_Inputs]) -> tuple[Array, Score]:
         found = said(*rest)
         return total(found), found
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def scored_step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Score]:
-        gradient, found = jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
+    def scored_step(state: State, *batch: *_Inputs) -> tuple[State, Score]:
+        gradient, found = cast(
+            tuple[Weights, Score], jax.grad(loss_of, has_aux=True)(state["weights"], state["fixed"], *batch)
+        )
         updates, moments = optimiser.update(gradient, state["moments"], state["weights"])
         new = {"weights": optax.apply_updates(state["weights"], updates), "moments": moments}
         # Without this check, Muon would take a full step from its moments alone, and one NaN would become many.
@@ -171,12 +182,12 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
         return state | jax.tree.map(lambda a, b: jnp.where(learns, a, b), new, _changing(state)), found
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: dict[str, Any], *batch: Any) -> tuple[dict[str, Any], Array]:
-        state, found = scored_step(state, *batch)
+    def step(state: State, *batch: *_Inputs) -> tuple[State, Array]:
+        state, found = cast(tuple[State, Score], scored_step(state, *batch))
         return state, total(found)  # the rest of the score is then not computed
 
     @jax.jit
-    def score(state: dict[str, Any], *batch: Any) -> Score:
+    def score(state: State, *batch: *_Inputs) -> Score:
         return said(state["weights"], state["fixed"], *batch)
 
     weights = trainee.weights
@@ -184,7 +195,7 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
     return Training(state, step, scored_step, score)
 
 
-def measure(training: Training, state: dict[str, Any], target: Any, held_out: Source) -> Score:
+def measure(training: Training, state: State, target: Llama, held_out: Source) -> Score:
     """Return the score on all held-out rows, as means over tokens, or 0 for a depth without tokens."""
     parts = [
         jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.target_states(batch)))
@@ -204,12 +215,14 @@ def _said(
     trainee: Trainee,
     schedule: Schedule,
     weights: Weights,
-    target: Any,
+    target: Llama,
     tokens: Array,
     learned: Array,
     target_states: TargetStates | None,
 ) -> Score:
-    target_states = run_target(target, tokens, trainee.features) if target_states is None else target_states
+    target_states = (
+        cast(TargetStates, run_target(target, tokens, trainee.features)) if target_states is None else target_states
+    )
     # In float16, small gradients would underflow to 0.
     dtype = jnp.float32 if target.dtype == jnp.float16 else target.dtype
     target_states = jax.lax.stop_gradient(target_states)
@@ -247,7 +260,7 @@ def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(_CLIP), muon)
 
 
-def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
+def _placed(state: State) -> tuple[State, _Spread]:
     """Return a copy of the state on every device, and a function that divides a batch's rows among the devices."""
     mesh = Mesh(np.array(jax.devices()), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
@@ -255,9 +268,9 @@ def _placed(state: Any) -> tuple[Any, Callable[[Any], Any]]:
     return jax.device_put(own, NamedSharding(mesh, PartitionSpec())), functools.partial(jax.device_put, device=by_row)
 
 
-def _everywhere(target: Any) -> Any:
+def _everywhere(target: Llama) -> Llama:
     """Return the target on all devices. A target on only some of them is copied once here, not at every step."""
-    devices = jax.devices()
+    devices = cast(Sequence[object], jax.devices())
     whole = NamedSharding(Mesh(np.array(devices), ("rows",)), PartitionSpec())
 
     def placed(leaf: Array) -> Array:
@@ -273,7 +286,7 @@ def _checkpointer(folder: Path) -> Any:
     return ocp.training.Checkpointer(str((folder / _STATE).absolute()), preservation_policy=kept)
 
 
-def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _restored(folder: Path, state: State) -> tuple[int, State]:
     """Return the number of steps taken, and the state after them."""
     if not (folder / _STATE).exists():
         return 0, state
@@ -283,7 +296,7 @@ def _restored(folder: Path, state: dict[str, Any]) -> tuple[int, dict[str, Any]]
         return checkpoints.latest.step, state | checkpoints.load(None, _changing(state))
 
 
-def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) -> None:
+def _save(folder: Path, step: int, state: State, progress: Progress) -> None:
     """Append to the log, then write a checkpoint.
 
     The log comes first, because a restart removes its lines for steps after the latest checkpoint.
@@ -308,7 +321,7 @@ def _save(folder: Path, step: int, state: dict[str, Any], progress: Progress) ->
         ) from error
 
 
-def _changing(state: dict[str, Any]) -> dict[str, Any]:
+def _changing(state: State) -> State:
     return {name: state[name] for name in ("weights", "moments")}
 
 

@@ -6,7 +6,6 @@ logits of each further depth have seen one token fewer.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jspec.drafters.heads.hydra import HydraDrafter
 from jspec.drafters.heads.kangaroo import KangarooDrafter
 from jspec.drafters.heads.parallel_sampling import PassDrafter
 from jspec.drafters.standalone.model import ModelDrafter
+from jspec.models.llama import Llama
 from jspec.training.target_states import TargetStates
 
 
@@ -28,7 +28,7 @@ def later(rows: Array, depth: int) -> Array:
 
 
 def parallel(
-    drafter: ParallelHeadsDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+    drafter: ParallelHeadsDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield the logits of Medusa or blockwise heads at position t for the token t + 2."""
     logits = drafter.logits(target.norm(target_states.hidden), target, depth)
@@ -37,7 +37,7 @@ def parallel(
 
 
 def hydra(
-    drafter: HydraDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+    drafter: HydraDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2, given the tokens up to t + 1."""
     newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and predicts nothing
@@ -54,7 +54,7 @@ def _causal(size: int) -> Branches:
 
 
 def kangaroo(
-    drafter: KangarooDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+    drafter: KangarooDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1.
 
@@ -67,7 +67,7 @@ def kangaroo(
 
 
 def look_ahead(
-    drafter: PassDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+    drafter: PassDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2. The target's input has all vectors after every token."""
     count, (batch, size) = len(drafter.embeddings), tokens.shape
@@ -81,7 +81,7 @@ def look_ahead(
 
 
 def model(
-    drafter: ModelDrafter, target: Any, tokens: Array, target_states: TargetStates, depth: int
+    drafter: ModelDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1. A model processes draft tokens like all other tokens."""
     batch, size = tokens.shape

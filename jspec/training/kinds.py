@@ -1,9 +1,10 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """The kinds of drafters that can be trained: each one's initial drafter, and its logits for whole sequences."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from convert.generation_config import SamplingDefaults
+from jspec.core.types import PyTree
 from jspec.drafters import (
     BlockwiseDrafter,
     EagleDrafter,
@@ -21,15 +23,18 @@ from jspec.drafters import (
     ModelDrafter,
     PassDrafter,
 )
-from jspec.drafters.base import own_tree
+from jspec.drafters.base import AskingDrafter, Drafter, own_tree
 from jspec.generation.generate import speculative_generate
 from jspec.models.llama import Llama
 from jspec.training import eagle_training as eagle
 from jspec.training import heads
 from jspec.training.target_states import TargetStates
 
-Weights = dict[str, Any]
-_Unroll = Callable[[Any, Any, Array, TargetStates, int], Iterator[Array]]
+Weights = dict[str, Array]
+_Unroll = Callable[[Any, Llama, Array, TargetStates, int], Iterator[Array]]
+Trainable: TypeAlias = (
+    EagleDrafter | MedusaDrafter | BlockwiseDrafter | HydraDrafter | PassDrafter | KangarooDrafter | ModelDrafter
+)
 
 # For each drafter class, the function that computes its logits for whole sequences, and their offset. See `Trainee`.
 _UNROLLS: dict[type, tuple[_Unroll, int]] = {
@@ -69,12 +74,12 @@ class Trainee:
     features: tuple[int, ...]
     draft_ids: Array | None
     offset: int
-    unroll: Callable[[Weights, Any, Array, TargetStates, int], Iterator[Array]]
-    drafter: Callable[[Weights], Any]
+    unroll: Callable[[Weights, Llama, Array, TargetStates, int], Iterator[Array]]
+    drafter: Callable[[Weights], Trainable]
     repeats: bool
 
 
-def trainee_of(drafter: Any) -> Trainee:
+def trainee_of(drafter: object) -> Trainee:
     """Return a `Trainee` for `drafter`. An EAGLE head's embedding and output head stay fixed.
 
     Raises:
@@ -84,7 +89,7 @@ def trainee_of(drafter: Any) -> Trainee:
         known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
         raise TypeError(f"{type(drafter).__name__} cannot be trained; expected one of {known}.")
     unroll, offset = _UNROLLS[type(drafter)]
-    leaves, form = jax.tree_util.tree_flatten_with_path(drafter)
+    leaves, form = cast(tuple[list[tuple[object, Array]], Any], jax.tree_util.tree_flatten_with_path(drafter))
     fixed = ("lm_head", "embed_tokens") if isinstance(drafter, EagleDrafter) else ()
     named = {f"{i:03}": leaf for i, (_, leaf) in enumerate(leaves)}
     trained = {
@@ -93,7 +98,7 @@ def trainee_of(drafter: Any) -> Trainee:
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not any(part in str(path) for part in fixed)
     }
 
-    def made(weights: Weights) -> Any:
+    def made(weights: Weights) -> Trainable:
         return form.unflatten([weights.get(name, leaf) for name, leaf in named.items()])
 
     return Trainee(
@@ -108,7 +113,7 @@ def trainee_of(drafter: Any) -> Trainee:
     )
 
 
-def check_fits(drafter: Any, target: Any, depth: int) -> None:
+def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
     """Raise TypeError or ValueError unless `drafter` can learn to draft `depth` tokens in a row for `target`.
 
     Errors that decoding would raise because of incompatible sizes are raised here, before anything is computed.
@@ -128,12 +133,12 @@ def check_fits(drafter: Any, target: Any, depth: int) -> None:
     jax.eval_shape(decode, target, drafter, prompt, jax.ShapeDtypeStruct((1,), jnp.int32), keys)
 
 
-def of_eagle(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
+def of_eagle(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
     """Return an untrained EAGLE head with the target's embedding and output head."""
     return EagleDrafter(eagle.new_head(target, draft_ids, seed))
 
 
-def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
+def of_medusa(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
     """Return heads that are initialised to the target's own head (Cai et al. 2024, section 2.2.1)."""
     drafter = MedusaDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
     for head in drafter.heads:
@@ -143,29 +148,31 @@ def of_medusa(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) 
     return drafter
 
 
-def of_blockwise(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockwiseDrafter:
+def of_blockwise(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockwiseDrafter:
     """Return an untrained layer in front of the target's own head."""
     return BlockwiseDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
-def of_hydra(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> HydraDrafter:
+def of_hydra(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> HydraDrafter:
     """Return untrained heads, each with its own first layer and the target's output head."""
     return HydraDrafter.untrained(target, depth, own_head=False, rngs=nnx.Rngs(seed))
 
 
-def of_kangaroo(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
+def of_kangaroo(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
     """Return an adapter after the first tenth of the target's layers, at least one. Its norm starts as the target's."""
     drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
     drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
     return drafter
 
 
-def of_pass(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
+def of_pass(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
     """Return look-ahead vectors that are initialised slightly apart from each other."""
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
-def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boost: int) -> None:
+def check_start(
+    start: Drafter[PyTree] | AskingDrafter, kind: str, target: Llama, depth: int, length: int, boost: int
+) -> None:
     """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
         raise ValueError(f"boost is {boost}, but start trains only that one drafter; leave out one of the two.")
@@ -180,7 +187,7 @@ def check_start(start: Any, kind: str, target: Any, depth: int, length: int, boo
     check_fits(start, target, depth)
 
 
-def check_kind(kind: str, target: Any) -> None:
+def check_kind(kind: str, target: Llama) -> None:
     """Raise ValueError unless `kind` can be trained for `target`."""
     if kind == "model" and target.embed_tokens.scale is not None:
         raise ValueError(
@@ -189,7 +196,7 @@ def check_kind(kind: str, target: Any) -> None:
         )
 
 
-def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
+def of_model(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
     """Return a model made from every sixth target layer, initialised with the target's weights."""
     check_kind("model", target)
     layers = range(0, len(target.layers), 6)
@@ -203,7 +210,7 @@ def of_model(target: Any, draft_ids: np.ndarray | None, depth: int, seed: int) -
     return ModelDrafter(made)
 
 
-_CLASSES: dict[str, type] = {
+_CLASSES: dict[str, type[Trainable]] = {
     "eagle": EagleDrafter,
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,
@@ -214,7 +221,7 @@ _CLASSES: dict[str, type] = {
 }
 
 # Functions that make an untrained drafter from a target, its draftable tokens (None for all), a depth and a seed.
-KINDS: dict[str, Callable[[Any, np.ndarray | None, int, int], Any]] = {
+KINDS: dict[str, Callable[[Llama, np.ndarray | None, int, int], Trainable]] = {
     "eagle": of_eagle,
     "medusa": of_medusa,
     "hydra": of_hydra,

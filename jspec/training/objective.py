@@ -2,12 +2,13 @@
 """The training objective and its metrics: a head's distributions compared with the target's, depth by depth."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jspec.models.llama import Llama
 from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
 from jspec.training.target_states import DistributionStats, TargetStates, distribution_stats
 
@@ -46,7 +47,7 @@ class Score(NamedTuple):
     tokens: Array
 
 
-def judge(target: Any, target_states: TargetStates, draft_ids: Array | None, learned: Array) -> Judge:
+def judge(target: Llama, target_states: TargetStates, draft_ids: Array | None, learned: Array) -> Judge:
     """Return the target's distributions, computed from its states for a sequence.
 
     `draft_ids`, ``int32[D]``, are the tokens that can be drafted.

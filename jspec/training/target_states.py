@@ -1,12 +1,13 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The target's states for a batch, computed on demand or read from disk."""
 
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ import numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
 
+from jspec.core.types import PyTree
 from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.models.llama import Llama
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import digest, write_arrays, write_text
 
@@ -49,14 +52,14 @@ class DistributionStats(NamedTuple):
     log_mass: Array
 
 
-def distribution_stats(target: Any, hidden: Array) -> DistributionStats:
+def distribution_stats(target: Llama, hidden: Array) -> DistributionStats:
     """Return the `DistributionStats` for the target's states ``[B, S, E]``, in the target's own dtype."""
     logits = target.logits(hidden)
     return DistributionStats(logits.argmax(-1), jax.nn.logsumexp(logits, axis=-1))
 
 
 @functools.partial(jax.jit, static_argnames="features")
-def run_target(target: Any, tokens: Array, features: tuple[int, ...]) -> TargetStates:
+def run_target(target: Llama, tokens: Array, features: tuple[int, ...]) -> TargetStates:
     """Return the target's states for ``tokens[B, S]``."""
     batch, size = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
@@ -64,17 +67,20 @@ def run_target(target: Any, tokens: Array, features: tuple[int, ...]) -> TargetS
     return TargetStates(states, hidden)
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: PyTree) -> str:
     """Return a hash of the sizes, dtypes and weights of a model or drafter.
 
     The hash is the same on all devices, regardless of how the weights are sharded.
     """
     leaves = jax.tree.leaves(model)
-    known = [(leaf.dtype.name, leaf.shape, int(bits)) for leaf, bits in zip(leaves, _bits(leaves), strict=True)]
+    known = [
+        (leaf.dtype.name, leaf.shape, int(bits))
+        for leaf, bits in zip(leaves, cast(list[Array], _bits(leaves)), strict=True)
+    ]
     return hashlib.sha256(f"{_config(model)} {known}".encode()).hexdigest()
 
 
-def _config(model: Any) -> Any:
+def _config(model: PyTree) -> object:
     """Return the model's fixed settings, which are not in its arrays."""
     if isinstance(model, InOwnFiles):
         return model.described()
@@ -120,7 +126,7 @@ class StoredStates:
             if name.isdecimal()
         }
 
-    def write(self, target: Any, say: Callable[[int, int], None]) -> None:
+    def write(self, target: Llama, say: Callable[[int, int], None]) -> None:
         """Compute the missing states. ``say(done, all)`` reports progress in rows.
 
         Raises:
@@ -128,17 +134,20 @@ class StoredStates:
         """
         pending: dict[str, np.ndarray] = {}
         for batch in self._plan.in_order(self._places.keys()):
-            target_states = jax.device_get(run_target(target, jnp.asarray(batch.tokens), self._features))
+            target_states: TargetStates = jax.device_get(run_target(target, jnp.asarray(batch.tokens), self._features))
             whole = np.concatenate([target_states.states, target_states.hidden[:, :, None]], axis=2).astype(
                 ml_dtypes.bfloat16
             )
             kept = {"": whole}
             if self._few:  # computed from the states as they will be read
-                stats = jax.jit(distribution_stats)(target, jnp.asarray(whole[:, :, -1], target.dtype))
+                stats = cast(
+                    DistributionStats,
+                    jax.jit(distribution_stats)(target, jnp.asarray(whole[:, :, -1], target.dtype)),
+                )
                 kept |= {f".{name}": np.asarray(part) for name, part in stats._asdict().items()}
             for place, number in enumerate(batch.numbers):
                 if number >= 0:
-                    size = len(self._plan.rows[number].tokens)
+                    size = len(self._plan.rows[cast(int, number)].tokens)
                     pending |= {f"{number}{name}": part[place, :size].copy() for name, part in kept.items()}
             if sum(part.nbytes for part in pending.values()) > _SHARD_BYTES:
                 self._flush(pending)
@@ -153,10 +162,10 @@ class StoredStates:
                 continue
             with safe_open(self._places[int(number)], framework="numpy") as handle:
                 for name in ("", *(f".{field}" for field in DistributionStats._fields if self._few)):
-                    part = handle.get_tensor(f"{number}{name}")
+                    part = cast(np.ndarray, handle.get_tensor(f"{number}{name}"))
                     whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
                     whole[name][place, : len(part)] = part
-        states, *stats = map(jnp.asarray, whole.values())
+        states, *stats = map(cast(Callable[[np.ndarray], Array], jnp.asarray), whole.values())
         return TargetStates(states[:, :, :-1], states[:, :, -1], DistributionStats(*stats) if stats else None)
 
     def _flush(self, pending: dict[str, np.ndarray]) -> None:
@@ -173,6 +182,6 @@ class StoredStates:
 def _names(shard: Path) -> Sequence[str]:
     try:
         with safe_open(shard, framework="numpy") as handle:
-            return list(handle.keys())
+            return list(cast(Iterable[str], handle.keys()))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{shard} is damaged ({error}); delete it, and it will be written again.") from error

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """`train_drafter`: train a drafter for a target, in a folder from which an interrupted run resumes."""
 
 import dataclasses
@@ -5,22 +6,24 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import check_count
 from jspec.decoding.validate_arguments import check_target
-from jspec.drafters import MultiDrafter
+from jspec.drafters import ModelDrafter, MultiDrafter
 from jspec.drafters.standalone.model import as_drafter
+from jspec.models.llama import Llama
 from jspec.training import dataset as texts
 from jspec.training.batches import Plan
 from jspec.training.boost import left_over
 from jspec.training.dataset import Row
 from jspec.training.fit import Progress, Schedule, Source, fit
-from jspec.training.kinds import KINDS, Trainee, check_kind, check_start, trainee_of
+from jspec.training.kinds import KINDS, Trainable, Trainee, check_kind, check_start, trainee_of
 from jspec.training.losses import LOSSES
 from jspec.training.self_generated import frame_of, write_answers, write_chats
 from jspec.training.target_states import StoredStates, fingerprint
@@ -35,6 +38,7 @@ _WRITTEN = 500_000  # tokens that the target generates if there is no data
 _RECIPE = "recipe.json"
 PROMPTS = "prompts.json"  # held-out prompts to measure the drafter with; each leaves room for as many tokens again
 _PROMPTS, _TEXT_PROMPT = 8, 32
+_Row = TypeVar("_Row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +93,17 @@ class Recipe:
 
 
 def train_drafter(
-    target: Any,
-    tokenizer: Any,
+    target: Llama,
+    tokenizer: Tokenizer,
     kind: str = "eagle",
     data: str | Path | Sequence[str | Path] | None = None,
     *,
     folder: str | Path,
-    start: Any = None,
+    start: Trainable | Llama | None = None,
     store_states: bool = True,
     say: Callable[[Progress | int], None] = lambda _: None,
     **recipe: Any,
-) -> Any:
+) -> Trainable | MultiDrafter:
     """Train a drafter for `target`.
 
     Args:
@@ -150,25 +154,25 @@ def train_drafter(
     _log.info("%d texts (%d tokens), %d held out", len(train), sum(len(row.tokens) for row in train), len(held_out))
     prompts = [prompt for prompt in map(_prompt, held_out) if len(prompt) <= positions // 2]
     texts.write_text(folder / PROMPTS, json.dumps(_some(prompts, _PROMPTS)) + "\n")
-    parts, drafters = [train, _some(held_out, _HELD_OUT_ROWS)], list[Any]()
+    parts, drafters = [train, _some(held_out, _HELD_OUT_ROWS)], list[Trainable]()
     for number in range(chosen.boost):
         if drafters:
-            parts = [left_over(target, drafters[-1], part, chosen.step_tokens) for part in parts]
+            parts = [left_over(target, cast(ModelDrafter, drafters[-1]), part, chosen.step_tokens) for part in parts]
         own = folder / f"boost-{number + 1}" if number else folder
-        drafters.append(_fitted(target, start, about["target"], parts, chosen, own, store_states, say))
+        drafters.append(_fitted(target, start, cast(str, about["target"]), parts, chosen, own, store_states, say))
     return MultiDrafter(drafters, chosen.depth) if chosen.boost > 1 else drafters[0]
 
 
-def _checked(start: Any, target: Any, recipe: Recipe) -> Any:
+def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> Trainable | None:
     """Return the drafter to start from, or None for an untrained one. Raise if training cannot start from it."""
     if start is None:
         return check_kind(recipe.kind, target)
-    start = as_drafter(start)
+    start = cast(Trainable, as_drafter(start))
     check_start(start, recipe.kind, target, recipe.depth, recipe.length, recipe.boost)
     return start
 
 
-def _models_of(target: Any, start: Any, store_states: bool) -> dict[str, Any]:
+def _models_of(target: Llama, start: Trainable | None, store_states: bool) -> dict[str, str | None]:
     """Return what a run's folder records about its models."""
     return {
         "target": fingerprint(target),
@@ -177,7 +181,7 @@ def _models_of(target: Any, start: Any, store_states: bool) -> dict[str, Any]:
     }
 
 
-def _files(data: Any) -> list[Path]:
+def _files(data: str | Path | Sequence[str | Path] | None) -> list[Path]:
     """Return `data` as a list of files, empty for None."""
     files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
     if data is not None and not files:
@@ -185,7 +189,7 @@ def _files(data: Any) -> list[Path]:
     return files
 
 
-def _read_data(files: list[Path], tokenizer: Any, length: int, room: int, about: str) -> list[Row]:
+def _read_data(files: list[Path], tokenizer: Tokenizer, length: int, room: int, about: str | None) -> list[Row]:
     """Return the text and the questions in all `files`."""
     for file in files:
         recipe = file / _RECIPE
@@ -198,15 +202,15 @@ def _read_data(files: list[Path], tokenizer: Any, length: int, room: int, about:
 
 
 def _fitted(
-    target: Any,
-    start: Any,
+    target: Llama,
+    start: Trainable | None,
     about: str,
     parts: Sequence[list[Row]],
     recipe: Recipe,
     folder: Path,
     store_states: bool,
     say: Callable[[Progress | int], None],
-) -> Any:
+) -> Trainable:
     """Train a drafter on the first of `parts`, with the second held out, from `start` if there is one."""
     size, few = target.config.vocab_size, None
     if recipe.kind == "eagle" and recipe.draft_vocab < size:
@@ -228,7 +232,7 @@ def _fitted(
     return jax.tree.map(of_target, drafter)
 
 
-def _some(rows: list[Any], count: int) -> list[Any]:
+def _some(rows: list[_Row], count: int) -> list[_Row]:
     """Return up to `count` evenly spaced rows, because the rows are ordered by kind and length."""
     return [rows[i] for i in np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
 
@@ -264,8 +268,8 @@ class _Writing:
             an earlier run, that run's rounds come first.
     """
 
-    target: Any
-    tokenizer: Any
+    target: Llama
+    tokenizer: Tokenizer
     recipe: Recipe
     folder: Path
     rounds: int
@@ -311,7 +315,7 @@ class _Writing:
         return texts.load(file)
 
 
-def _stored(target: Any, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
+def _stored(target: Llama, about: str, plan: Plan, trainee: Trainee, folder: Path) -> StoredStates:
     stored = StoredStates(folder, plan, trainee.features, about, trainee.draft_ids is not None)
     stored.write(target, lambda done, all_: _log.info("Computing hidden states: %d of %d texts", done, all_))
     return stored
