@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: strict, reportUnnecessaryIsInstance=false
 """`complete`: batched completion of prompts in one call, with a result for each prompt."""
 
 import dataclasses

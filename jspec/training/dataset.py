@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: strict, reportUnknownVariableType=false
 """A drafter's training data: token sequences, and the tokens in them that the drafter learns to draft."""
 
 import dataclasses
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from safetensors import SafetensorError
@@ -248,7 +248,7 @@ def _chat(line: str, tokenizer: Tokenizer, room: int, place: str) -> list[Row]:
     check_messages(messages, place)
 
     def ids(upto: int, add_generation_prompt: bool) -> list[int]:
-        text = rendered(tokenizer, messages[:upto], place, add_generation_prompt)
+        text = rendered(tokenizer, cast(list[Mapping[str, object]], messages[:upto]), place, add_generation_prompt)
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     found: list[Row] = []
