@@ -95,8 +95,8 @@ def best_exit(
     block, blocks = int(max_draft_tokens), int(max_new_tokens) // int(max_draft_tokens)
 
     def worth(chosen: np.ndarray) -> np.ndarray:
-        rates = acceptance_rates(target, chosen, texts, lengths, own, drafts, block=block, blocks=blocks)
-        rates = np.clip(np.asarray(cast(Array, rates), float).mean(0), 0, 1)[:, None]
+        rates = cast(Array, acceptance_rates(target, chosen, texts, lengths, own, drafts, block=block, blocks=blocks))
+        rates = np.clip(np.asarray(rates, float).mean(0), 0, 1)[:, None]
         costs = pass_costs(target, chosen)[:, None]
         return np.asarray(theory.speedup(rates, np.arange(1, max_draft_tokens + 1), costs)).max(1)
 
