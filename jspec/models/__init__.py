@@ -1,1 +1,2 @@
+# pyright: strict
 """The Llama decoder in Flax NNX: layers, attention, KV cache, quantisation and checkpoint loading."""

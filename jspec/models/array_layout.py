@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Memory layouts for weights that should not have a device's default layout."""
 
 import jax

@@ -1,8 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """Grouped-query attention over a fixed-shape KV cache, limited to the part that has been written."""
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -150,12 +151,12 @@ def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
 
     def chosen(q: Array, parts: list[_Part], last: Array) -> Array:
         which = jnp.searchsorted(np.array(lengths[:-1]), jnp.max(last) + 1)
-        return lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, parts)
+        return cast(Array, lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, parts))
 
     def whole(q: Array, parts: list[_Part], _: Array) -> Array:
         return _attend(q, parts)
 
-    return lax.platform_dependent(q, parts, last, cpu=chosen, default=whole)
+    return cast(Array, lax.platform_dependent(q, parts, last, cpu=chosen, default=whole))
 
 
 def _prefixes(slots: int) -> list[int]:
@@ -174,7 +175,7 @@ def _attend(q: Array, parts: list[_Part]) -> Array:
 
     def score(keys: Array, mask: Array) -> Array:
         scores = einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
-        return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+        return jnp.where(mask[:, None, None], scores, cast(float, jnp.finfo(jnp.float32).min))
 
     scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
     ends = np.cumsum([part.shape[-1] for part in scores])

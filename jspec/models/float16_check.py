@@ -1,6 +1,8 @@
+# pyright: strict, reportUnknownMemberType=false
 """A check that a model's activations fit into float16, whose limit is 65,504, by a float32 pass over a probe prompt."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +52,7 @@ def activations(model: Llama) -> Iterator[tuple[str, float]]:
     x = model.embed_tokens(jnp.asarray(tokens)[None]).astype(jnp.float32)
     yield "embed_tokens' output", float(jnp.abs(x).max())
     for i, layer in enumerate(model.layers):
-        x, found = _through(layer, x, keys, values, slots, tables)
+        x, found = cast(tuple[Array, list[Array]], _through(layer, x, keys, values, slots, tables))
         yield from ((f"layers.{i}.{name}", float(largest)) for name, largest in zip(_NAMES, found, strict=True))
 
 
@@ -59,7 +61,11 @@ def _through(
     layer: DecoderLayer, x: Array, keys: Array, values: Array, slots: Array, tables: tuple[Array, Array]
 ) -> tuple[Array, list[Array]]:
     """Return a layer's output in float32, and the largest magnitude of each of `_NAMES`."""
-    layer = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float16 else leaf, layer)
+
+    def widen(leaf: Array) -> Array:
+        return leaf.astype(jnp.float32) if leaf.dtype == jnp.float16 else leaf
+
+    layer = jax.tree.map(widen, layer)
     normed = layer.input_layernorm(x)
     projected = layer.self_attn.qkv_proj(normed)
     mixed, *_ = layer.self_attn(normed, keys, values, slots, tables)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The KV cache, which is allocated once with a fixed shape and never moved.
 
 Slot t holds position t. A single number, the length, describes a row's valid part. A query at position t sees slots
@@ -13,7 +14,7 @@ slots to ensure this.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,25 @@ class KVCache:
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
-    rows: Any = None
+    rows: Array | None = None
+
+
+class _Reader(Protocol):
+    """The part of a `jspec.models.language_model.LanguageModel` that a prefill needs."""
+
+    def new_cache(self, batch: int, slots: int) -> KVCache: ...
+
+    def forward(self, tokens: Array, cache: KVCache, start: Array) -> tuple[Array, KVCache]: ...
+
+
+class _FeatureReader(Protocol):
+    """The part of a `jspec.Llama` that a prefill with features needs."""
+
+    def new_cache(self, batch: int, slots: int) -> KVCache: ...
+
+    def forward_with_features(
+        self, tokens: Array, cache: KVCache, start: Array, features: Sequence[int]
+    ) -> tuple[Array, Array, KVCache]: ...
 
 
 def empty_cache(num_layers: int, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
@@ -52,7 +71,7 @@ def whole_tiles(positions: int) -> int:
     return -(-positions // _TILE) * _TILE
 
 
-def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
+def prefill(model: _Reader, tokens: Array, num_slots: int) -> KVCache:
     """Prefill ``tokens[B, P]`` from position 0, and return the model's cache with room for `num_slots` positions.
 
     The prefill uses a cache of P slots, which is then copied into the larger one. Attention therefore costs P x P, not
@@ -63,7 +82,9 @@ def prefill(model: Any, tokens: Array, num_slots: int) -> Any:
     return enlarged(model.new_cache(batch, num_slots), read)
 
 
-def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: Sequence[int]) -> tuple[Any, Array]:
+def prefill_with_features(
+    model: _FeatureReader, tokens: Array, num_slots: int, features: Sequence[int]
+) -> tuple[KVCache, Array]:
     """Run `prefill`, and also return the features from `jspec.Llama.forward_with_features`, ``[B, P, F, E]``."""
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
@@ -71,9 +92,13 @@ def prefill_with_features(model: Any, tokens: Array, num_slots: int, features: S
     return enlarged(model.new_cache(batch, num_slots), read), target_features
 
 
-def enlarged(rooms: Any, read: Any) -> Any:
+def enlarged(rooms: KVCache, read: KVCache) -> KVCache:
     """Return the larger cache `rooms` with the cache `read` copied to its beginning."""
-    return jax.tree.map(lambda room, part: lax.dynamic_update_slice(room, part, (0,) * room.ndim), rooms, read)
+
+    def copy(room: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice(room, part, (0,) * room.ndim)
+
+    return jax.tree.map(copy, rooms, read)
 
 
 def own_rows(slots: Array, rows: Array | None) -> Array:
@@ -105,7 +130,7 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """
     scatter, select = functools.partial(_scatter, axis=axis), functools.partial(_select, axis=axis)
     if slots.dtype == jnp.bfloat16:
-        return lax.platform_dependent(slots, new, start, cpu=select, default=scatter)
+        return cast(Array, lax.platform_dependent(slots, new, start, cpu=select, default=scatter))
     return scatter(slots, new, start)
 
 

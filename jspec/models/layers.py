@@ -1,27 +1,28 @@
+# pyright: strict, reportUnknownMemberType=false
 """The parts of a Llama other than attention: projections, norm and gated MLP. Norms are computed in float32."""
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from convert.config import LlamaConfig
 from jspec.models.kernels import dispatch as choice
 
 
-def einsum(formula: str, a: Array, b: Array, dtype: Any = None) -> Array:
+def einsum(formula: str, a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
     """Run `jnp.einsum` with a result of `dtype`, at full float32 precision. GPUs and TPUs would round by default."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
 
-def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: Any = None) -> Array:
+def _project(weight: Array, scale: nnx.Param[Array] | Array | None, x: Array, dtype: DTypeLike | None = None) -> Array:
     """Return the product ``[B, S, out]`` of ``x[B, S, in]`` and ``weight[in, out]``, in `dtype` or the dtype of x.
 
     An int8 weight has a ``scale[out]``. The scale multiplies the product and not the weight, so that XLA can read int8
@@ -40,26 +41,28 @@ def _project(weight: Array, scale: nnx.Param | Array | None, x: Array, dtype: An
     of_two = functools.partial(_of_two_rows, product)
     if weight.dtype == jnp.bfloat16:
         return of_two(weight, x)
-    return lax.platform_dependent(weight, x, cuda=of_two, default=product)
+    return cast(Array, lax.platform_dependent(weight, x, cuda=of_two, default=product))
 
 
-def _product(weight: Array, x: Array, dtype: Any) -> Array:
+def _product(weight: Array, x: Array, dtype: DTypeLike | None) -> Array:
     if weight.dtype == jnp.float32:
         rows = einsum("io,ri->or", weight, x.reshape(-1, x.shape[-1]), dtype)
         return rows.T.reshape(*x.shape[:-1], -1)
     product = functools.partial(einsum, "bsi,io->bso", dtype=dtype)
     if weight.dtype == x.dtype == jnp.bfloat16:
-        return lax.platform_dependent(x, weight, cpu=functools.partial(_product_of_halves, dtype), default=product)
+        return cast(
+            Array, lax.platform_dependent(x, weight, cpu=functools.partial(_product_of_halves, dtype), default=product)
+        )
     return product(x, weight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product_of_halves(dtype: Any, x: Array, weight: Array) -> Array:
+def _product_of_halves(dtype: DTypeLike | None, x: Array, weight: Array) -> Array:
     """Multiply bfloat16 arrays; XLA's CPU kernels support only a float32 result."""
     return einsum("bsi,io->bso", x, weight, jnp.float32).astype(dtype or x.dtype)
 
 
-def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
+def _gradients_of_halves(dtype: DTypeLike | None, known: tuple[Array, Array], given: Array) -> tuple[Array, Array]:
     """Compute the gradients as bfloat16 products. By default, they would be float32 products."""
     x, weight = known
     given = given.astype(x.dtype)
@@ -68,9 +71,11 @@ def _gradients_of_halves(dtype: Any, known: tuple[Array, Array], given: Array) -
     return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
-_product_of_halves.defvjp(
-    lambda dtype, x, weight: (_product_of_halves(dtype, x, weight), (x, weight)), _gradients_of_halves
-)
+def _halves_and_product(dtype: DTypeLike | None, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product_of_halves(dtype, x, weight), (x, weight)
+
+
+_product_of_halves.defvjp(_halves_and_product, _gradients_of_halves)
 
 
 def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
@@ -91,7 +96,7 @@ class Linear(nnx.Module):
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
-        self.scale: nnx.Param | None = None
+        self.scale: nnx.Param[Array] | None = None
         self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
@@ -109,7 +114,7 @@ class Embed(nnx.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (hidden_size, vocab_size), dtype))
-        self.scale: nnx.Param | None = None
+        self.scale: nnx.Param[Array] | None = None
 
     def __call__(self, tokens: Array) -> Array:
         """Return the embeddings ``[B, S, E]`` of `tokens`, in float32 if the weight is int8."""

@@ -1,8 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """The Llama decoder as a Flax NNX module. It is a pytree, so it can be passed to `jax.jit`, sharded or closed over."""
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,14 @@ from jax import Array, lax
 
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
+from jspec.core.types import PyTree
 from jspec.models.attention import Attention, Past
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, RMSNorm, add_and_norm
 from jspec.models.rope import rope_tables
+
+Result = TypeVar("Result")
+Rest = TypeVarTuple("Rest")
 
 
 class DecoderLayer(nnx.Module):
@@ -53,12 +58,12 @@ class DecoderLayer(nnx.Module):
 
 
 @jax.jit
-def _run(layer: DecoderLayer, *arguments: Any) -> tuple[Array, Array, Array, Array]:
+def _run(layer: DecoderLayer, *arguments: PyTree) -> tuple[Array, Array, Array, Array]:
     """Return ``layer(*arguments)``, traced once for all identical layers. XLA sees the same program either way."""
     return layer(*arguments)
 
 
-def _with_a_row_of_zeros(through: Callable[..., Any]) -> Callable[..., Any]:
+def _with_a_row_of_zeros(through: Callable[[Array, *Rest], Result]) -> Callable[[Array, *Rest], Result]:
     """Return a version of `through` that adds a row of zeros to the single row of x, at no extra cost on a GPU.
 
     XLA turns a single row into a vector. Norms then take two kernels, and products become sums over matrices that XLA
@@ -168,13 +173,16 @@ class Llama(nnx.Module):
 
         def through(x: Array, cache: KVCache, past: tuple[KVCache, Array] | None) -> tuple[Array, Array, KVCache]:
             keys, values, normed = list(cache.keys), list(cache.values), self.layers[order[0]].input_layernorm(x)
-            states = {}
+            states: dict[int, Array] = {}
             for i, following in itertools.zip_longest(order, order[1:]):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[0].rows, past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
                 states[i] = x
-                x, normed, keys[i], values[i] = _run(
-                    self.layers[i], x, normed, keys[i], values[i], slots, tables, before, branches, cache.rows, norm
+                x, normed, keys[i], values[i] = cast(
+                    tuple[Array, Array, Array, Array],
+                    _run(
+                        self.layers[i], x, normed, keys[i], values[i], slots, tables, before, branches, cache.rows, norm
+                    ),
                 )
             target_features = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = (
@@ -189,7 +197,10 @@ class Llama(nnx.Module):
             return x, jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype), cache
         if tokens.size != 1:
             return through(x, cache, past)
-        return lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through)
+        return cast(
+            tuple[Array, Array, KVCache],
+            lax.platform_dependent(x, cache, past, cuda=_with_a_row_of_zeros(through), default=through),
+        )
 
     def logits(self, hidden: Array) -> Array:
         """Return ``float32[B, S, V]`` for the hidden states of `forward`."""

@@ -1,13 +1,16 @@
+# pyright: strict, reportUnknownMemberType=false
 """Checkpoint loading, which turns the arrays that `convert` reads into a `Llama`."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
 from convert import dtypes
 from convert.config import LlamaConfig
@@ -21,9 +24,14 @@ from jspec.models.float16_check import check_fits_float16
 from jspec.models.llama import Llama
 from jspec.models.quantize import check_kind, matrices, pack
 
+_Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
+
 
 def load(
-    source: str | Path, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
+    source: str | Path,
+    dtype: DTypeLike | None = None,
+    quantize: str | None = None,
+    sharding: Placement | None = None,
 ) -> Llama:
     """Load a model from a checkpoint.
 
@@ -61,7 +69,7 @@ def load(
     return model
 
 
-def default_dtype() -> Any:
+def default_dtype() -> DTypeLike:
     """Return float32 on CPU, bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16."""
     if jax.default_backend() == "cpu":
         return jnp.float32
@@ -80,8 +88,8 @@ def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.
 
 def from_arrays(
     config: LlamaConfig,
-    arrays: Iterable[tuple[str, Any]],
-    dtype: Any,
+    arrays: Iterable[tuple[str, ArrayLike]],
+    dtype: jnp.dtype,
     quantize: str | None = None,
     sharding: Placement | None = None,
 ) -> Llama:
@@ -91,7 +99,7 @@ def from_arrays(
     `convert` and ``[in, out]`` in the model (see `jspec.models.layers`).
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
     owners = {} if quantize is None else matrices(model)
     for name, array in arrays:
         leaf = leaves.pop(name)
@@ -110,6 +118,6 @@ def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) ->
     """Save a model. See `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
         raise ValueError("The model is int8 and cannot be saved; load it without quantising, and save that.")
-    state = nnx.to_flat_state(nnx.state(model))
+    state = cast(_Leaves, nnx.to_flat_state(nnx.state(model)))
     arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
     return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))

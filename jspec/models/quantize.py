@@ -1,9 +1,12 @@
+# pyright: strict, reportUnknownMemberType=false
 """Quantisation, which stores every matrix as int8 with one float32 scale per column.
 
 Decoding reads all weights at every pass, so their size in bytes determines its cost. A draft model can be rounded
 freely, because the output distribution does not depend on the quality of the draft. On CPU, int8 saves memory between
 calls but no time, because XLA widens the weights once per call, before the loop.
 """
+
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,11 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
         ValueError: `kind` is not "int8", or a weight is not finite.
     """
     check_kind(kind)
-    model = jax.tree.map(lambda leaf: leaf, model)
+
+    def same(leaf: Array) -> Array:
+        return leaf
+
+    model = jax.tree.map(same, model)  # a copy of the tree
     for name, module in matrices(model).items():
         if module.scale is None:
             pack(module, module.weight[...], name)
@@ -55,7 +62,7 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
     Raises:
         ValueError: the weight is not finite, so its column would become noise.
     """
-    rounded, scale = _int8(weight)
+    rounded, scale = cast(tuple[Array, Array], _int8(weight))
     if not jnp.isfinite(scale).all():
         raise ValueError(f"{name} has a value that is not finite, which int8 cannot hold; do not quantize this model.")
     module.weight.set_value(rounded)
@@ -68,5 +75,5 @@ def _int8(weight: Array) -> tuple[Array, Array]:
     weight = weight.astype(jnp.float32)
     scale = jnp.abs(weight).max(axis=0) / 127
     # A column may hold zeros, or values so small that a device may flush them to zero. NaN is kept, so it is detected.
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
+    scale = jnp.where(scale < cast(float, jnp.finfo(jnp.float32).tiny), 1, scale)
     return jnp.round(weight / scale).astype(jnp.int8), scale

@@ -1,3 +1,4 @@
+# pyright: strict
 """Rotary position embeddings: the frequency of each pair of dimensions, and the rotation itself."""
 
 import math

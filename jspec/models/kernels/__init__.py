@@ -1,7 +1,13 @@
+# pyright: strict
 """Hand-written kernels for operations that XLA splits into many kernels, and the limits on their arguments.
 
 A kernel is imported when a program that uses it is lowered, because importing Pallas takes a quarter of a second.
 """
+
+from typing import Any, TypeAlias
+
+# A reference to an array's part within a kernel, for which Pallas has no public type.
+Ref: TypeAlias = Any
 
 # The limits on the arguments of `jspec.models.kernels.decode_attention.decode_attention`.
 MAX_TOKENS = 16  # per pass; tensor cores multiply at least this many, so tiles are padded to it

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """The end of a block as one Pallas kernel for NVIDIA GPUs.
 
 The kernel sums the parts of a product, adds the sum to the residual stream and norms the result. A product with few
@@ -6,13 +7,14 @@ then add the parts in one kernel and compute the norm in the next.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+
+from jspec.models.kernels import Ref
 
 _TILE = 64  # columns that a processor multiplies at once, as in XLA's products
 _TILES = 384  # enough to keep an H100 busy
@@ -63,7 +65,7 @@ def _num_parts(inner: int, size: int) -> int:
     return count
 
 
-def _kernel(x_ref: Any, parts_ref: Any, gamma_ref: Any, stream_ref: Any, normed_ref: Any, *, eps: float) -> None:
+def _kernel(x_ref: Ref, parts_ref: Ref, gamma_ref: Ref, stream_ref: Ref, normed_ref: Ref, *, eps: float) -> None:
     """Process one row."""
     size, dtype = x_ref.shape[0], x_ref.dtype
     at = jnp.arange(pl.next_power_of_2(size))

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the output projection's input.
 
 Kernel launches dominate the time of a layer in decoding. XLA needs about ten launches to rotate, write the cache and
@@ -10,15 +11,16 @@ program's writes.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
-from jspec.models.kernels import MAX_TOKENS
+from jspec.models.kernels import MAX_TOKENS, Ref
 
 _BLOCK = 8192  # elements of keys, and of values, loaded at once; three of each fit into an L4's shared memory
 # The slots that make a share worth its combining launch (`python -m bench gpu --step constants`), and the programs that
@@ -61,7 +63,7 @@ def decode_attention(
     shares = _num_shares(batch * groups, keys.shape[3])
     spec = _specs(positions.shape[1], rows, sizes, keys.shape[3])
 
-    def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
 
     results = [
@@ -124,16 +126,16 @@ class _Sums(NamedTuple):
 
 
 def _kernel(
-    positions_ref: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    qkv_ref: Any,
-    keys_ref: Any,
-    values_ref: Any,
-    new_keys_ref: Any,
-    new_values_ref: Any,
-    sums_ref: Any,
-    *weight_refs: Any,
+    positions_ref: Ref,
+    cos_ref: Ref,
+    sin_ref: Ref,
+    qkv_ref: Ref,
+    keys_ref: Ref,
+    values_ref: Ref,
+    new_keys_ref: Ref,
+    new_values_ref: Ref,
+    sums_ref: Ref,
+    *weight_refs: Ref,
     sizes: tuple[int, int, int],
     shares: int,
 ) -> None:
@@ -151,7 +153,7 @@ def _kernel(
     each = pl.cdiv(num_blocks, shares)
     read = functools.partial(_read, q, keys_ref, values_ref, filled, block)
     empty = _Sums(jnp.zeros((rows.size, size)), jnp.full(rows.size, _LOWEST), jnp.zeros(rows.size))
-    sums = lax.fori_loop(share * each, jnp.minimum((share + 1) * each, num_blocks), read, empty)
+    sums = cast(_Sums, lax.fori_loop(share * each, jnp.minimum((share + 1) * each, num_blocks), read, empty))
 
     def finish(sums: _Sums) -> _Sums:
         """Add and write the new tokens."""
@@ -160,7 +162,7 @@ def _kernel(
         _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start >= 0) & (start + steps <= slots))
         return _add(q, k, v, at[None, :] <= row_steps[:, None], sums)
 
-    sums = lax.cond(share == shares - 1, finish, lambda sums: sums, sums) if shares > 1 else finish(sums)
+    sums = cast(_Sums, lax.cond(share == shares - 1, finish, lambda sums: sums, sums)) if shares > 1 else finish(sums)
     total = sums.total if shares > 1 else sums.total / sums.weight[:, None]
     where = row_steps[:, None], row_heads[:, None], jnp.arange(size)[None, :]
     wanted = row_steps < qkv_ref.shape[0]
@@ -169,12 +171,12 @@ def _kernel(
         triton.store(ref.at[row_steps, row_heads], part, mask=wanted)
 
 
-def _tokens(ref: Any, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
+def _tokens(ref: Ref, steps: Array, heads: Array, dims: Array, real: Array) -> Array:
     """Return ``[rows, dims]`` of the projection, with zeros in rows that are not `real`."""
     return triton.load(ref.at[steps[:, None], heads[:, None], dims[None, :]], mask=real[:, None], other=0)
 
 
-def _halves(ref: Any, steps: Array, heads: Array, real: Array) -> list[Array]:
+def _halves(ref: Ref, steps: Array, heads: Array, real: Array) -> list[Array]:
     """Return the two halves of the dimensions of `_tokens`, in float32.
 
     A kernel can load parts of an array, but it cannot split one.
@@ -183,7 +185,7 @@ def _halves(ref: Any, steps: Array, heads: Array, real: Array) -> list[Array]:
     return [_tokens(ref, steps, heads, part * half + jnp.arange(half), real).astype(jnp.float32) for part in (0, 1)]
 
 
-def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
+def _rotated(ref: Ref, tables: tuple[Ref, Ref], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
     """Rotate as `jspec.models.rope.rotate` does, and return the two halves in float32."""
     where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
     cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
@@ -192,7 +194,7 @@ def _rotated(ref: Any, tables: tuple[Any, Any], steps: Array, heads: Array, real
 
 
 def _new_tokens(
-    ref: Any, tables: tuple[Any, Any], count: int, key_head: Array, value_head: Array
+    ref: Ref, tables: tuple[Ref, Ref], count: int, key_head: Array, value_head: Array
 ) -> tuple[list[Array], Array]:
     """Return this pass's keys, as two halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
 
@@ -211,7 +213,7 @@ def _finite(x: Array) -> Array:
     return jnp.abs(x.astype(jnp.float32)) < jnp.inf
 
 
-def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Array, written: Array) -> None:
+def _write(keys_ref: Ref, values_ref: Ref, k: list[Array], v: Array, start: Array, written: Array) -> None:
     """Write the tokens marked by `written`, starting at slot `start`."""
     window, half = pl.ds(start, MAX_TOKENS), keys_ref.shape[0] // 2
     for part in (0, 1):
@@ -219,7 +221,7 @@ def _write(keys_ref: Any, values_ref: Any, k: list[Array], v: Array, start: Arra
     triton.store(values_ref.at[window, :], v, mask=written[:, None])
 
 
-def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: int, i: Array, sums: _Sums) -> _Sums:
+def _read(q: list[Array], keys_ref: Ref, values_ref: Ref, filled: Array, block: int, i: Array, sums: _Sums) -> _Sums:
     """Add the i-th block of the cache. All queries see the cache's first `filled` slots.
 
     Keys are masked only at the end of the cache, and only if no block ends there. A mask that starts at an arbitrary
@@ -228,7 +230,7 @@ def _read(q: list[Array], keys_ref: Any, values_ref: Any, filled: Array, block: 
     """
     size, slots = keys_ref.shape
     window, at = pl.ds(i * block, block), i * block + jnp.arange(block)
-    inside = {"mask": (at < slots)[None, :], "other": 0} if slots % block else {}
+    inside: dict[str, Any] = {"mask": (at < slots)[None, :], "other": 0} if slots % block else {}
     k = [triton.load(keys_ref.at[pl.ds(start, size // 2), window], **inside) for start in (0, size // 2)]
     v = triton.load(values_ref.at[window, :], mask=(at < filled)[:, None], other=0)
     return _add(q, k, v, (at < filled)[None, :], sums)

@@ -1,11 +1,12 @@
+# pyright: strict, reportUnknownMemberType=false
 """The decision whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
 import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,15 @@ from jax.interpreters import ad, batching, mlir
 
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
+from jspec.core.types import PyTree
 from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
 
+if TYPE_CHECKING:
+    from jax.core import ShapedArray
+
 _TRITON = "jax.experimental.pallas.triton"
+Results = TypeVar("Results", bound=tuple[Array, ...])
+_Options = tuple[tuple[str, object], ...]
 
 
 def attention(
@@ -47,7 +54,13 @@ def project_add_norm(
     return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
 
 
-def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: tuple, **options: Any) -> Any:
+def _choose(
+    primitive: Primitive,
+    suits: bool,
+    otherwise: Callable[..., Results],
+    arguments: tuple[PyTree, ...],
+    **options: object,
+) -> Results:
     """Run the kernel of `primitive`, if `suits`, on a single NVIDIA GPU of the Ampere generation or later.
 
     On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. The same
@@ -62,29 +75,32 @@ def _choose(primitive: Primitive, suits: bool, otherwise: Callable, arguments: t
     arguments = vary_like(arguments, arguments)  # a new cache varies in this way once it is written
     if not suits:
         return otherwise(*arguments, **options)
-    leaves, tree = jax.tree.flatten(arguments)
-    return tuple(primitive.bind(*leaves, otherwise=otherwise, tree=tree, options=tuple(options.items())))
+    leaves, tree = cast(tuple[list[Array], Hashable], jax.tree.flatten(arguments))
+    results = cast(list[Array], primitive.bind(*leaves, otherwise=otherwise, tree=tree, options=tuple(options.items())))
+    return cast(Results, tuple(results))
 
 
-def _elsewhere(*leaves: Any, otherwise: Callable, tree: Any, options: tuple) -> Any:
+def _elsewhere(*leaves: Array, otherwise: Callable[..., Results], tree: Hashable, options: _Options) -> Results:
     return otherwise(*jax.tree.unflatten(tree, leaves), **dict(options))
 
 
-def _attend_on_gpu(*arguments: Any, **options: Any) -> Any:
+def _attend_on_gpu(*arguments: PyTree, sizes: tuple[int, int, int]) -> tuple[Array, Array, Array]:
     from jspec.models.kernels.decode_attention import decode_attention
 
     with jax.enable_x64(False):  # a kernel keeps the types it is written in
-        return decode_attention(*arguments, **options)
+        return decode_attention(*arguments, sizes=sizes)
 
 
-def _norm_on_gpu(*arguments: Any, **options: Any) -> Any:
+def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
     from jspec.models.kernels import add_norm as norm
 
     with jax.enable_x64(False):
-        return norm.project_add_norm(*arguments, **options)
+        return norm.project_add_norm(*arguments, eps=eps)
 
 
-def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
+def _primitive(
+    name: str, on_gpu: Callable[..., tuple[Array, ...]], results: Callable[..., "tuple[ShapedArray, ...]"]
+) -> Primitive:
     """Return a primitive with two implementations.
 
     Args:
@@ -92,46 +108,69 @@ def _primitive(name: str, on_gpu: Callable, results: Callable) -> Primitive:
         results: a function from the types of the flat arguments to the types of the results.
     """
 
-    def lower_for_cuda(context: mlir.LoweringRuleContext, *leaves: Any, otherwise: Callable, **others: Any) -> Any:
+    def lower_for_cuda(
+        context: mlir.LoweringRuleContext,
+        *leaves: object,
+        otherwise: Callable[..., tuple[Array, ...]],
+        **others: object,
+    ) -> object:
         alone = _on_one_device(context.module_context.axis_context)
         wanted = alone and not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
         form = on_gpu if wanted and importlib.util.find_spec(_TRITON) else otherwise
-        return mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others)
+        return cast(object, mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others))
+
+    def types_of_results(*types: "ShapedArray", options: _Options, **_: object) -> "tuple[ShapedArray, ...]":
+        return results(*types, **dict(options))
 
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(_elsewhere)  # outside `jax.jit`
-    primitive.def_abstract_eval(lambda *types, options, **_: results(*types, **dict(options)))
+    primitive.def_abstract_eval(types_of_results)
     mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
-    mlir.register_lowering(primitive, lower_for_cuda, platform="cuda")
+    mlir.register_lowering(primitive, cast("mlir.LoweringRule", lower_for_cuda), platform="cuda")
     ad.primitive_jvps[primitive] = _differentiate
     batching.primitive_batchers[primitive] = _batch
     return primitive
 
 
-def _on_one_device(axes: Any) -> bool:
+def _on_one_device(axes: object) -> bool:
     """Return whether the lowered program is one that XLA does not divide over devices."""
     if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
         return axes.manual_axes == frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
 
 
-def _differentiate(primals: Any, tangents: Any, **options: Any) -> Any:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
+def _differentiate(
+    primals: Sequence[Array], tangents: "Sequence[Array | ad.Zero]", **options: object
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    tangents = tuple(map(cast("Callable[[Array | ad.Zero], Array]", ad.instantiate_zeros), tangents))
     return jax.jvp(functools.partial(_elsewhere, **options), tuple(primals), tangents)
 
 
-def _batch(arguments: Any, axes: Any, **options: Any) -> Any:
+def _batch(
+    arguments: Sequence[Array], axes: Sequence[int | None], **options: object
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
     found = jax.vmap(functools.partial(_elsewhere, **options), axes)(*arguments)
     return found, (0,) * len(found)
 
 
-def _attended(qkv: Any, cos: Any, sin: Any, keys: Any, values: Any, positions: Any, *, sizes: Any) -> Any:
+def _attended(
+    qkv: "ShapedArray",
+    cos: "ShapedArray",
+    sin: "ShapedArray",
+    keys: "ShapedArray",
+    values: "ShapedArray",
+    positions: "ShapedArray",
+    *,
+    sizes: tuple[int, int, int],
+) -> "tuple[ShapedArray, ...]":
     heads, _, size = sizes
     return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
 
 
-def _normed(x: Any, inner: Any, weight: Any, gamma: Any, *, eps: float) -> Any:
+def _normed(
+    x: "ShapedArray", inner: "ShapedArray", weight: "ShapedArray", gamma: "ShapedArray", *, eps: float
+) -> "tuple[ShapedArray, ...]":
     return x, x
 
 
