@@ -1,9 +1,9 @@
+# pyright: strict
 """Background compilation of rarely needed programs, at their first use."""
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from jspec.engine.memory_budget import release_freed_memory
 
@@ -18,10 +18,10 @@ class Compiler:
         notify: a function that is called whenever a step has ended.
     """
 
-    def __init__(self, steps: Callable[[], Sequence[Callable[[], Any]]], notify: Callable[[], None]):
+    def __init__(self, steps: Callable[[], Sequence[Callable[[], object]]], notify: Callable[[], None]):
         self._steps, self._notify = steps, notify
         self._thread = ThreadPoolExecutor(1, "jspec compiles")
-        self._futures: list[Future[Any]] | None = None
+        self._futures: list[Future[object]] | None = None
 
     def begin(self) -> None:
         """Start the steps, unless they are already running."""
@@ -43,7 +43,7 @@ class Compiler:
         errors = [future.exception() for future in ended]
         return next((f"{type(error).__name__}: {error}" for error in errors if error), "")
 
-    def _has_ended(self, step: Future[Any]) -> None:
+    def _has_ended(self, step: Future[object]) -> None:
         self._notify()
         if not step.cancelled() and (error := step.exception()):
             _LOG.error("A program could not be compiled.", exc_info=error)

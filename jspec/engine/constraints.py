@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Constraints on output, such as grammars. The host computes the allowed tokens between drafting and verification.
 
 The allowed tokens mask the target's distribution at every position of a draft. The output therefore has exactly the
@@ -10,7 +11,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,14 @@ _ALL = 0xFFFFFFFF  # 32 tokens, all allowed
 # Constraints of all engines, by number in this process. Compiled programs, which engines share, look them up here.
 _active_constraints: "weakref.WeakValueDictionary[int, _ActiveConstraint]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 
 class Matcher(Protocol):
     """The state of a constraint within one output. Initially, it is before the first new token."""
 
-    def allowed(self) -> Any:
+    def allowed(self) -> np.ndarray | bytes:
         """Return a mask of allowed tokens: ``uint32[ceil(V / 32)]``, token t is bit ``t % 32`` of word ``t // 32``."""
         ...
 
@@ -87,7 +90,7 @@ Constraint = Callable[[], Matcher | MaskSource]  # called once for each output
 class _InProcess(MaskSource):
     """A mask source that runs a `Matcher` in this process."""
 
-    def __init__(self, make: Callable[[], Any], matcher: Matcher, vocab_size: int):
+    def __init__(self, make: Callable[[], Matcher], matcher: Matcher, vocab_size: int):
         self._make, self._matcher, self._vocab_size, self._consumed = make, matcher, vocab_size, 0
         self._question: tuple[Sequence[int], Sequence[int], Sequence[int]] = (), (), ()
 
@@ -127,12 +130,16 @@ class _ActiveConstraint:
 
     def __init__(self, make: Constraint, vocab_size: int):
         matcher = make()
-        self.source = matcher if isinstance(matcher, MaskSource) else _InProcess(make, matcher, vocab_size)
+        self.source = (
+            matcher
+            if isinstance(matcher, MaskSource)
+            else _InProcess(cast("Callable[[], Matcher]", make), matcher, vocab_size)
+        )
         self.error: ConstraintError | None = None
         self.number = next(_process_numbers)
         _active_constraints[self.number] = self
 
-    def attempt(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(self, compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result | None:
         """Return the result of `compute`. If it raises, keep the error and return None."""
         try:
             return compute(*arguments)
@@ -221,12 +228,12 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
     def allow_all() -> Array:
         return jnp.full(shape.shape, _ALL, jnp.uint32)
 
-    bits = lax.cond(numbers.any(), ask_host, allow_all)
+    bits = cast(Array, lax.cond(numbers.any(), ask_host, allow_all))
     is_allowed = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
     return is_allowed.reshape(batch, nodes, -1)[..., :vocab_size] != 0
 
 
-def _compute_masks(size: int, *arrays: Any) -> np.ndarray:
+def _compute_masks(size: int, *arrays: Array) -> np.ndarray:
     numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
     bits = np.full((len(numbers), drafted.shape[1] + 1, size), _ALL, np.uint32)
     pending: list[tuple[int, _ActiveConstraint]] = []

@@ -14,18 +14,21 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import flax
 import jax
+import numpy as np
 import psutil
 from jax import export
 from jax.sharding import SingleDeviceSharding
 from jaxlib.version import __version__ as jaxlib_version
 
 import convert
+from jspec.core.types import PyTree
+from jspec.engine.memory_budget import JaxDevice
 
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
@@ -34,10 +37,11 @@ _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
 # Other versions of JAX may not understand a Pallas kernel. They never read the file, whose name depends on the version.
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-_Stored = tuple[export.Exported, Any]  # a function of flat arguments, and the structure of its result
+_Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic
+_Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
 
 
-def lower(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) -> jax.stages.Lowered:
+def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts: object) -> jax.stages.Lowered:
     """Lower a program that donates its second argument. Read its exported form from a file, or write that file.
 
     A program has no file if JAX has no local cache directory, if its arguments are not on a single device, if it uses
@@ -48,7 +52,7 @@ def lower(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) 
         arguments: pytrees of arrays, or of their shapes and dtypes.
         parts: values that can be pickled.
     """
-    leaves, structure = cast(tuple[list[Any], Any], jax.tree.flatten(arguments))
+    leaves, structure = cast(tuple[list[_Leaf], Hashable], jax.tree.flatten(arguments))
     path = _path(leaves, structure, parts)
     if path is not None:
         try:
@@ -62,12 +66,12 @@ def lower(program: Callable[..., Any], arguments: tuple[Any, ...], *parts: Any) 
 
 
 def _lower_exported(
-    path: Path, program: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[Any], structure: Any
+    path: Path, program: Callable[..., PyTree], arguments: tuple[PyTree, ...], leaves: list[_Leaf], structure: Hashable
 ) -> jax.stages.Lowered:
     stored = _read(path)
     exported, result = stored or _export(program, leaves, structure, _platform(leaves))
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         return jax.tree.unflatten(result, exported.call(*jax.tree.leaves(arguments)))
 
     lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
@@ -76,12 +80,14 @@ def _lower_exported(
     return lowered
 
 
-def _export(program: Callable[..., Any], leaves: list[Any], structure: Any, platform: str) -> _Stored:
+def _export(program: Callable[..., PyTree], leaves: list[_Leaf], structure: Hashable, platform: str) -> _Stored:
     """Return `program` as an exported function of flat arguments, and the structure of its result."""
-    results: list[Any] = []
+    results: list[Hashable] = []
 
-    def flat(*leaves: Any) -> list[Any]:
-        values, result = cast(tuple[list[Any], Any], jax.tree.flatten(program(*jax.tree.unflatten(structure, leaves))))
+    def flat(*leaves: jax.Array) -> list[jax.Array]:
+        values, result = cast(
+            tuple[list[jax.Array], Hashable], jax.tree.flatten(program(*jax.tree.unflatten(structure, leaves)))
+        )
         results.append(result)
         return values
 
@@ -89,19 +95,19 @@ def _export(program: Callable[..., Any], leaves: list[Any], structure: Any, plat
     return exported, results[-1]
 
 
-def _device(leaves: list[Any]) -> Any:
+def _device(leaves: list[_Leaf]) -> JaxDevice:
     """Return the device of the first array, or else JAX's default device."""
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    return next(iter(cast(Iterable[Any], arrays[0].devices() if arrays else jax.devices())))
+    return next(iter(cast(Iterable[JaxDevice], arrays[0].devices() if arrays else jax.devices())))
 
 
-def _platform(leaves: list[Any]) -> str:
+def _platform(leaves: list[_Leaf]) -> str:
     """Return the name of a device's platform in `jax.export`, which is "cuda" for what JAX otherwise calls "gpu"."""
     platform: str = _device(leaves).platform
     return export.default_export_platform() if platform == jax.default_backend() else platform
 
 
-def _path(leaves: list[Any], structure: Any, parts: tuple[Any, ...]) -> Path | None:
+def _path(leaves: list[_Leaf], structure: Hashable, parts: tuple[object, ...]) -> Path | None:
     """Return the file of a program, or None if it must not be stored."""
     config: Any = jax.config
     folder: str | None = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
@@ -145,12 +151,12 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(content))
         self.packages: set[str] = set()
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module_name: str, global_name: str, /) -> object:
         self.packages.add(module_name.split(".")[0])
         return super().find_class(module_name, global_name)
 
 
-def _pickled(value: Any) -> bytes | None:
+def _pickled(value: object) -> bytes | None:
     """Return `value` in its pickled form; None if it cannot be pickled, or needs code that jspec does not know."""
     try:
         content = pickle.dumps(value)
@@ -176,7 +182,7 @@ def _read(path: Path) -> _Stored | None:
     return stored
 
 
-def _write(path: Path, exported: export.Exported, result: Any) -> None:
+def _write(path: Path, exported: export.Exported, result: Hashable) -> None:
     """Write a file that is complete whenever it has its name. Delete the oldest files if there are too many."""
     try:
         content = pickle.dumps((result, bytes(exported.serialize(vjp_order=0))))

@@ -1,3 +1,4 @@
+# pyright: strict
 """Compiled grammars, each running in its own processes with time and memory limits (see `grammar_worker`)."""
 
 import contextlib

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: strict
 """The script for the processes that run llguidance. It imports neither JAX nor jspec.
 
 A server process forks a compiler for each grammar, and a compiler forks a matcher for each output. A grammar that
@@ -18,17 +18,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_CPU_SECONDS = 5.0
 MEMORY = 512 * 2**20  # bytes, in addition to what a process uses before it compiles anything
 _SOON = 0.1  # seconds of compilation, after which other processes take priority
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
-# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. A typical mask takes
-# less than a millisecond. The first masks, including a fork, take about four milliseconds. The other rows of the batch
-# wait during the computation.
+# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. Other rows wait for
+# them. A typical mask takes less than a millisecond. The first ones, including a fork, take about four milliseconds.
 _BURST, _EACH = 0.1, 0.002
 _SIZE = struct.Struct("!I")
+Mask = TypeVar("Mask", covariant=True)
+_Reset: TypeAlias = "Callable[[list[int]], _Matcher[Mask]]"
 
 
 def send(connection: socket.socket, message: bytes) -> None:
@@ -52,9 +56,15 @@ def _receive_bytes(connection: socket.socket, count: int) -> bytes | None:
     return bytes(data)
 
 
+class _Matcher(Protocol[Mask]):  # a `jspec.engine.constraints.Matcher`
+    def allowed(self) -> Mask: ...
+    def consume(self, token: int) -> bool: ...
+    def rollback(self, count: int) -> None: ...
+
+
 def tree_masks(
-    matcher: Any, drafted: Sequence[int], parents: Sequence[int], vocab_size: int, reset: Callable[[list[int]], Any]
-) -> list[Any]:
+    matcher: _Matcher[Mask], drafted: Sequence[int], parents: Sequence[int], vocab_size: int, reset: "_Reset[Mask]"
+) -> list[Mask | bytes | None]:
     """Return the masks after the text and after each draft node; None for a node that cannot be reached.
 
     Args:
@@ -62,11 +72,10 @@ def tree_masks(
         drafted: the token of each node.
         parents: the parent of each node: 0 for the text and i for node i - 1.
         vocab_size: the vocabulary size. Ids at or above it are not text.
-        reset: a function that returns a matcher after the text and the given draft tokens. It replaces a matcher that
-            failed after a draft token, because the text itself has not failed. The mask of that node is b"", which
-            allows nothing.
+        reset: a function that returns a matcher after the text and the given draft tokens, to replace one that failed
+            after a draft token. The text itself has not failed. That node's mask is b"", which allows nothing.
     """
-    masks: list[Any] = [None] * (len(drafted) + 1)
+    masks: list[Mask | bytes | None] = [None] * (len(drafted) + 1)
     children: list[list[int]] = [[] for _ in masks]
     for node, parent in enumerate(parents, 1):
         children[parent].append(node)
@@ -97,7 +106,7 @@ class DeadEnd(Exception):
 class LLGuidance:
     """A `jspec.engine.constraints.Matcher` backed by llguidance."""
 
-    def __init__(self, matcher: Any, num_bytes: int):
+    def __init__(self, matcher: "LLMatcher", num_bytes: int):
         self._matcher, self._num_bytes = matcher, num_bytes
 
     def copy(self) -> "LLGuidance":
@@ -135,7 +144,7 @@ class LLGuidance:
         self._matcher.rollback(count)
 
 
-def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLGuidance:
+def compile_grammar(tokenizer: "LLTokenizer", kind: str, text: str, num_bytes: int) -> LLGuidance:
     """Compile a grammar, and return a matcher at the start of an output.
 
     Raises:
@@ -144,8 +153,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str, num_bytes: int) -> LLG
     from llguidance import LLMatcher
 
     if kind == "schema":
-        overrides: Any = {"whitespace_flexible": False}
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
     else:
         grammar = (LLMatcher.grammar_from_regex if kind == "regular expression" else LLMatcher.grammar_from_lark)(text)
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
@@ -183,7 +191,7 @@ def sentence(error: str) -> str:
     return "llguidance fails on it" if "panic: " in message else message
 
 
-def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:
+def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> "LLTokenizer":
     """Return an llguidance tokenizer made from the contents of a tokenizer.json file.
 
     Raises:
@@ -247,7 +255,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve_compiler(connection: socket.socket, tokenizer: Any, vocab_size: int) -> None:
+def _serve_compiler(connection: socket.socket, tokenizer: "LLTokenizer", vocab_size: int) -> None:
     """Compile one grammar, answer with an error or b"", and fork a matcher for each socket that arrives."""
     message = receive(connection)
     if message is None:
@@ -276,12 +284,12 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _behind_others(compute: Callable[[], Any]) -> Any:
+def _behind_others(compute: Callable[[], LLGuidance]) -> LLGuidance | Exception:
     """Return the result of `compute`, or its exception. After a moment, run it at the lowest priority.
 
     The priority is set for a thread, because a process cannot raise its own priority again.
     """
-    results: list[Any] = []
+    results: list[LLGuidance | Exception] = []
 
     def run() -> None:
         try:
@@ -323,7 +331,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
                     raise RuntimeError("the grammar rejected a token that it had allowed")
             text += new
             masks = tree_masks(matcher, drafted, parents, vocab_size, reset)
-            answer = b"+" + b"".join(_mask_bytes(mask, len(masks[0])) for mask in masks)
+            answer = b"+" + b"".join(_mask_bytes(mask, len(cast(bytes, masks[0]))) for mask in masks)
         except DeadEnd:
             answer = b"+"
         except Exception as error:

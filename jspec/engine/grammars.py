@@ -1,15 +1,30 @@
+# pyright: strict
 """Constraints from JSON schemas, regular expressions and grammars, compiled with llguidance."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Protocol, Self, cast
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import GrammarPool
 from jspec.engine.schema_limits import check_regex, check_schema
+
+
+class _Backend(Protocol):
+    """The part of a `tokenizers.Tokenizer` that grammars need."""
+
+    def to_str(self) -> str: ...
+
+
+class _FastTokenizer(Protocol):
+    """The part of a fast tokenizer that a `Tokenizer` need not have."""
+
+    @property
+    def backend_tokenizer(self) -> _Backend: ...
 
 
 class Grammars:
@@ -29,16 +44,16 @@ class Grammars:
         ValueError: there is no EOS token, or the tokenizer has more tokens than the target.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int] = ()):
         if find_spec("llguidance") is None:
             raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.")
         ends = [i for i in (*eos_ids, *([] if eos_ids else [tokenizer.eos_token_id])) if i is not None]
         if not ends:
             raise ValueError("The tokenizer has no EOS token, which a grammar needs to end the output; give eos_ids.")
         make = GrammarPool if hasattr(os, "fork") else _InProcess
-        self._pool = make(tokenizer.backend_tokenizer.to_str(), vocab_size, ends)
+        self._pool = make(cast(_FastTokenizer, tokenizer).backend_tokenizer.to_str(), vocab_size, ends)
 
-    def json_schema(self, schema: Mapping[str, Any]) -> Constraint:
+    def json_schema(self, schema: Mapping[str, object]) -> Constraint:
         """Return a constraint that makes the output a JSON value satisfying `schema`, without unnecessary whitespace.
 
         Raises:

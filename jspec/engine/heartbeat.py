@@ -1,7 +1,8 @@
+# pyright: strict
 """Heartbeats, which show whether short pieces of work finish in time."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 PATIENCE = 60.0  # seconds that any piece of work may take
@@ -15,7 +16,7 @@ class Heartbeat:
         self._running, self._last, self._longest = 0, 0.0, 0.0
 
     @contextmanager
-    def beat(self) -> Iterator[None]:
+    def beat(self) -> Generator[None, None, None]:
         """Time the block as a piece of work. Pieces may overlap, if they end one after another."""
         if not self._running:
             self._last = time.monotonic()

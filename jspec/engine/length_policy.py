@@ -1,3 +1,4 @@
+# pyright: strict
 """The policy that chooses the number of draft tokens, from round costs and recent acceptance rates at each position."""
 
 import itertools
@@ -67,7 +68,7 @@ class LengthPolicy:
         rates, rate = np.empty(len(self._reached)), _UNSEEN
         for position, (reached, accepted) in enumerate(zip(self._reached, self._accepted, strict=True)):
             rates[position] = rate = (accepted + _FEW * rate) / (reached + _FEW)
-        recent = [[*itertools.chain(*part)] for part in zip(*rows, strict=True)] or ([], [])
+        recent: Rounds = [[*itertools.chain(*part)] for part in zip(*rows, strict=True)] or ([], [])
         reached, accepted = _count_by_position(recent, len(rates))
         prior = _PRIOR * max(len(rows), 1)
         rates = (accepted + prior * rates) / (reached + prior)

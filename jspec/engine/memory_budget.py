@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Memory checks before slots are allocated, and release of the memory that compilation leaves allocated."""
 
 import contextlib
@@ -5,19 +6,33 @@ import ctypes
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import jax
 
 from jspec.drafters.base import tree_of
-from jspec.engine.slots import Sizes, empty_slots
+from jspec.engine.slots import AnyDrafter, Sizes, Slots, empty_slots
+from jspec.models.language_model import LanguageModel
 from jspec.planning.memory import PROB_ARRAYS
 
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
-def check_memory(target: Any, drafter: Any, sizes: Sizes) -> None:
+class JaxDevice(Protocol):
+    """The part of a `jax.Device` that an engine reads. JAX does not describe it to type checkers."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    def memory_stats(self) -> Mapping[str, int] | None: ...
+
+
+def check_memory(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> None:
     """Raise ValueError, with sizes that would fit, if `slots_bytes` exceeds free memory. Pass if that is unknown."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
@@ -34,15 +49,19 @@ def check_memory(target: Any, drafter: Any, sizes: Sizes) -> None:
     )
 
 
-def slots_bytes(target: Any, drafter: Any, sizes: Sizes) -> int:
+def slots_bytes(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> int:
     """Estimate the bytes of the slots and of a round's temporaries. See `jspec.planning.memory.PROB_ARRAYS`."""
-    slots = jax.eval_shape(lambda target, drafter: empty_slots(target, drafter, sizes), target, drafter)
+
+    def allocate(target: LanguageModel, drafter: AnyDrafter | None) -> Slots:
+        return empty_slots(target, drafter, sizes)
+
+    slots = jax.eval_shape(allocate, target, drafter)
     allocated = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
     nodes = 0 if drafter is None else tree_of(drafter, sizes.num_draft_tokens[-1]).size
     return allocated + PROB_ARRAYS * 4 * sizes.slots * (nodes + 2) * target.config.vocab_size
 
 
-def free_bytes(device: Any) -> int | None:
+def free_bytes(device: JaxDevice) -> int | None:
     """Return a device's free memory in bytes; for a CPU, that of the machine or container. None if unknown."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}

@@ -4,12 +4,12 @@
 import dataclasses
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jspec.acceptance.base import Rule
 from jspec.core.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
+from jspec.core.types import PyTree
 from jspec.decoding.round import Allowed, decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters import CascadeDrafter, MixtureDrafter
@@ -17,15 +17,16 @@ from jspec.drafters.capabilities import features_of
 from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, leaves_of, prefill_chunk
 from jspec.drafters.draft_length import Fixed
 from jspec.engine.slot_output import Packed, Scores, empty_output, expand_to_slots, pack, set_final_state, set_round
-from jspec.engine.slots import Slots, gather_rows, get_row, keep_temperature, scatter_rows, set_row
-from jspec.models.kv_cache import copy_slots
+from jspec.engine.slots import AnyDrafter, Slots, gather_rows, get_row, keep_temperature, scatter_rows, select, set_row
+from jspec.models.kv_cache import KVCache, copy_slots
+from jspec.models.llama import Llama
 
 _BLOCK = 256  # tokens per step when a cache is copied
 
 
 def assign_slot(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: AnyDrafter | None,
     slots: Slots,
     slot: Array,
     row: RequestParams,
@@ -45,16 +46,16 @@ def assign_slot(
     state, is_other = slots.state, (source != slot).astype(jnp.int32)
     block = min(_BLOCK, state.tokens.shape[1] - 1)
 
-    def copy_row(_: Array, rows: Any) -> Any:
+    def copy_row(_: Array, rows: PyTree) -> PyTree:
         return set_row(rows, get_row(rows, source), slot)
 
-    def copy_block(i: Array, cache: Any) -> Any:
+    def copy_block(i: Array, cache: KVCache) -> KVCache:
         return copy_slots(cache, source, slot, i * block, block)
 
     # Loops, because after a `cond` XLA would copy all rows. A drafter's state has an unknown layout: copy it whole.
     rows = {"tokens": state.tokens, "drafter": state.drafter}
-    rows = cast(dict[str, Any], lax.fori_loop(0, is_other, copy_row, rows))
-    cache = cast(Any, lax.fori_loop(0, is_other * -(-num_prefilled // block), copy_block, state.cache))
+    rows = cast(dict[str, PyTree], lax.fori_loop(0, is_other, copy_row, rows))
+    cache = cast(KVCache, lax.fori_loop(0, is_other * -(-num_prefilled // block), copy_block, state.cache))
     state = dataclasses.replace(
         state,
         **rows,
@@ -72,8 +73,8 @@ def assign_slot(
 
 
 def prefill(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: AnyDrafter | None,
     slots: Slots,
     slot: Array,
     piece: Array,
@@ -101,8 +102,8 @@ def prefill(
 
 
 def prefill_batch(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: AnyDrafter | None,
     slots: Slots,
     pieces: Array,
     starts: Array,
@@ -133,12 +134,19 @@ def prefill_batch(
     return cast(Slots, lax.fori_loop(0, num_chosen, record, _set_cache(slots, cache)))
 
 
-def _set_cache(slots: Slots, cache: Any) -> Slots:
+def _set_cache(slots: Slots, cache: KVCache) -> Slots:
     return dataclasses.replace(slots, state=dataclasses.replace(slots.state, cache=cache))
 
 
 def _record_piece(
-    target: Any, drafter: Any, slots: Slots, slot: Array, piece: Array, start: Array, count: Array, target_features: Any
+    target: Llama,
+    drafter: AnyDrafter | None,
+    slots: Slots,
+    slot: Array,
+    piece: Array,
+    start: Array,
+    count: Array,
+    target_features: Array | None,
 ) -> Slots:
     """Return the slots after the target has read a piece, with its features if the drafter reads them."""
     state, features = slots.state, features_of(drafter)
@@ -149,7 +157,7 @@ def _record_piece(
     if drafter is not None:
         row, text = get_row(drafter_state, slot), get_row(tokens, slot)
         if features:
-            row = _select(start == 0, begin(drafter, target, 1, text.shape[1] - 1), row)
+            row = select(start == 0, begin(drafter, target, 1, text.shape[1] - 1), row)
             row = prefill_chunk(drafter, row, piece, at, count[None], features=target_features, target=target)
         else:
             row = _begin_row(target, drafter, row, text, end, is_prefilled & (slots.num_drafter_read[slot] == 0))
@@ -166,7 +174,7 @@ def _record_piece(
     return dataclasses.replace(slots, state=state)
 
 
-def _scores(target: Any, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
+def _scores(target: Llama, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
     """Return the target's scores for all tokens of a piece except the first; zeros if not `scored`."""
 
     def compute() -> Scores:
@@ -189,7 +197,9 @@ def _count_tokens(row: Array, prompt_length: Array, length: Array, vocab_size: i
     return add_tokens(count_prompt(row, jnp.minimum(prompt_length, length)[None], vocab_size), row, is_output[None])
 
 
-def _forward(target: Any, features: Any, tokens: Array, cache: Any, starts: Array) -> tuple[Any, Array, Any]:
+def _forward(
+    target: Llama, features: tuple[int, ...], tokens: Array, cache: KVCache, starts: Array
+) -> tuple[Array | None, Array, KVCache]:
     """Return the target's features (None if none were requested), its last hidden states, and its KV cache."""
     if features:
         hidden, target_features, cache = target.forward_with_features(tokens, cache, starts, features)
@@ -197,7 +207,7 @@ def _forward(target: Any, features: Any, tokens: Array, cache: Any, starts: Arra
     return None, *target.forward(tokens, cache, starts)
 
 
-def _begin_row(target: Any, drafter: Any, row: Any, text: Array, length: Array, is_new: Array) -> Any:
+def _begin_row(target: Llama, drafter: AnyDrafter, row: PyTree, text: Array, length: Array, is_new: Array) -> PyTree:
     """Return `row`, one row's drafter state, or a new state if `is_new`.
 
     A new state has read nothing yet. For a drafter that can only read whole texts, it has read all of the text. During
@@ -206,31 +216,24 @@ def _begin_row(target: Any, drafter: Any, row: Any, text: Array, length: Array, 
     """
     positions = text.shape[1] - 1
     if can_read(drafter):
-        return _select(is_new, begin(drafter, target, 1, positions), row)
+        return select(is_new, begin(drafter, target, 1, positions), row)
 
-    def create() -> Any:
+    def create() -> PyTree:
         return drafter.init(jnp.where(jnp.arange(positions) < length, text[:, :-1], 0), positions)
 
-    def keep() -> Any:
+    def keep() -> PyTree:
         return row
 
-    return cast(Any, lax.cond(is_new, create, keep))
+    return cast(PyTree, lax.cond(is_new, create, keep))
 
 
-def _select(condition: Array, first: Any, second: Any) -> Any:
-    """Select one of two pytrees by a scalar predicate."""
-
-    def select(a: Array, b: Array) -> Array:
-        return jnp.where(condition, a, b)
-
-    return jax.tree.map(select, first, second)
-
-
-def catch_up_drafter(target: Any, drafter: Any, slots: Slots, slot: Array, num_pieces: Array, *, chunk: int) -> Slots:
+def catch_up_drafter(
+    target: Llama, drafter: AnyDrafter | None, slots: Slots, slot: Array, num_pieces: Array, *, chunk: int
+) -> Slots:
     """Let a drafter read the next `num_pieces` pieces of a slot's text, `chunk` tokens each, up to its end."""
     state, positions = slots.state, slots.state.tokens.shape[1] - 1
 
-    def read_piece(_: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+    def read_piece(_: Array, carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
         num_read, row = carry
         start = jnp.minimum(num_read, positions - chunk)
         count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
@@ -238,23 +241,23 @@ def catch_up_drafter(target: Any, drafter: Any, slots: Slots, slot: Array, num_p
         return start + count, prefill_chunk(drafter, row, piece, start[None], count[None])
 
     initial = slots.num_drafter_read[slot], get_row(state.drafter, slot)
-    num_read, row = cast(tuple[Array, Any], lax.fori_loop(0, num_pieces, read_piece, initial))
+    num_read, row = cast(tuple[Array, PyTree], lax.fori_loop(0, num_pieces, read_piece, initial))
     state = dataclasses.replace(state, drafter=set_row(state.drafter, row, slot))
     return dataclasses.replace(slots, state=state, num_drafter_read=slots.num_drafter_read.at[slot].set(num_read))
 
 
-def reads_separately(drafter: Any) -> bool:
+def reads_separately(drafter: AnyDrafter | None) -> bool:
     """Return whether a drafter reads text by itself, and may have unread text. Others read when the target reads."""
     return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
 
 
-def reads_own_drafts(drafter: Any) -> bool:
+def reads_own_drafts(drafter: AnyDrafter | None) -> bool:
     """Return whether a drafter is a single one, or combines two drafters that have both read what it has drafted."""
     count = 0 if drafter is None else len(list(leaves_of(drafter)))
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
-def max_unread(drafter: Any, num_draft_tokens: int) -> int:
+def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int) -> int:
     """Return the number of unread tokens with which a drafter may still draft. It reads these tokens first.
 
     In a combination, one drafter may not have read the tokens that a round gained from another.
@@ -263,8 +266,8 @@ def max_unread(drafter: Any, num_draft_tokens: int) -> int:
 
 
 def decode_rounds(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: AnyDrafter | None,
     slots: Slots,
     stop: Array,
     rounds: Array,
@@ -295,8 +298,8 @@ def decode_rounds(
 
 
 def _decode_rounds(
-    target: Any,
-    drafter: Any,
+    target: Llama,
+    drafter: AnyDrafter | None,
     slots: Slots,
     stop: Array,
     rounds: Array,

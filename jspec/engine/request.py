@@ -1,16 +1,20 @@
+# pyright: strict, reportUnknownMemberType=false
 """Requests and their results."""
 
 import dataclasses
 import functools
 import secrets
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
+from numpy.typing import DTypeLike
 
 from jspec.core.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
+from jspec.core.types import PyTree
 from jspec.decoding.state import RequestParams
 from jspec.engine.constraints import Constraint
 from jspec.engine.slots import NEUTRAL, Variant
@@ -66,7 +70,7 @@ class Request:
         eos = np.full((1, num_eos_ids), -1, np.int32)
         eos[0, : len(self.eos_ids)] = self.eos_ids
         key = _any_key() if self.key is None else self.key
-        fields: dict[str, Any] = {  # NumPy arrays, which the call copies at once
+        fields: dict[str, PyTree] = {  # NumPy arrays, which the call copies at once
             "keys": key[None],
             "prompt_lengths": np.array([len(self.tokens)], np.int32),
             "limits": np.array([self.max_new_tokens], np.int32),
@@ -84,20 +88,20 @@ class Request:
 def _any_key() -> Array:
     """Return a unique key. All of its 64 bits are random; a seed would set only half of them."""
     bits = jnp.asarray(np.frombuffer(secrets.token_bytes(8), np.uint32))
-    return jax.random.wrap_key_data(bits, impl="threefry2x32")
+    return cast(Array, jax.random.wrap_key_data(bits, impl="threefry2x32"))
 
 
 def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     """Return `transforms` as a batch of one, with every field filled in."""
     neutral = dataclasses.replace(NEUTRAL, bias=np.zeros(vocab_size, np.float32))
-    fields: dict[str, Any] = {}
+    fields: dict[str, PyTree] = {}
     for name, off in vars(neutral).items():
         value = getattr(transforms, name)
         fields[name] = _entry(name, off if value is None else value, np.shape(off), np.float32)
     return LogitsTransforms(**fields)
 
 
-def _entry(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _entry(name: str, value: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Return one request's value for a sampling field as a batch of one."""
     array = np.asarray(value, dtype)
     if array.shape != shape:
@@ -125,16 +129,16 @@ class Result:
         cached: the number of prompt tokens that were reused and not prefilled.
     """
 
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    origins: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
-    top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list)
-    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
-    prompt_top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    judged: list[int] = dataclasses.field(default_factory=list)
-    drafted: list[int] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list[int])
+    origins: list[int] = dataclasses.field(default_factory=list[int])
+    logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list[TopTokens])
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list[float])
+    prompt_top_logprobs: list[TopTokens] = dataclasses.field(default_factory=list[TopTokens])
+    accepted: list[int] = dataclasses.field(default_factory=list[int])
+    judged: list[int] = dataclasses.field(default_factory=list[int])
+    drafted: list[int] = dataclasses.field(default_factory=list[int])
     distortion: float = 0.0
     finish_reason: str | None = None
     error: str | None = None

@@ -1,34 +1,38 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """The device side of an engine: the slots, and the compiled programs that act on them, called one at a time."""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import numpy as np
 
 from jspec.acceptance.base import Rule
 from jspec.core.transfers import explicit_transfers
+from jspec.core.types import PyTree
 from jspec.decoding.state import RequestParams
 from jspec.engine import programs
 from jspec.engine.constraints import Constraint, Constraints, allowed
 from jspec.engine.exported_programs import lower
 from jspec.engine.memory_budget import release_freed_memory
 from jspec.engine.slot_output import Packed, Piece, Scores
-from jspec.engine.slots import Sizes, Variant, empty_slots, get_row
+from jspec.engine.slots import AnyDrafter, Bools, Ints, Sizes, Slots, Variant, empty_slots, get_row
 from jspec.engine.weights import check_exist, check_unchanged
+from jspec.models.llama import Llama
 
 Number = np.int32
+_Rows: TypeAlias = Sequence[int] | None  # the slots that a call runs; None for all
 _MARGIN = 1.1  # factor by which a larger piece must be cheaper
-Key = tuple[Any, ...]  # a program's name and its static options
+Key: TypeAlias = tuple[str, *tuple[int, ...]]  # a program's name and its static options
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(structure: Any, shapes: Any, rule: Rule, sizes: Sizes) -> dict[Key, Any]:
+def _programs(structure: Hashable, shapes: Hashable, rule: Rule, sizes: Sizes) -> dict[Key, jax.stages.Compiled]:
     """Return the shared dict of compiled programs for engines with the same models, rule and sizes."""
     return {}
 
@@ -48,20 +52,20 @@ class Runner:
         is_compiled: whether `compile` has been called.
     """
 
-    def __init__(self, target: Any, drafter: Any, rule: Rule, sizes: Sizes, journal: bool = False):
+    def __init__(self, target: Llama, drafter: AnyDrafter | None, rule: Rule, sizes: Sizes, journal: bool = False):
         self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
         self.reads_separately, self.positions = programs.reads_separately(drafter), sizes.positions(drafter)
         self.costs = dict.fromkeys(sizes.chunks, 1.0)
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
-        self.commands: list[tuple[str, tuple[Any, ...]]] | None = [] if journal else None
+        self.commands: list[tuple[str, tuple[object, ...]]] | None = [] if journal else None
         # Flat, because models are deep pytrees and every call would flatten them.
-        self._weights, self._structure = jax.tree.flatten((target, drafter))
+        self._weights, self._structure = cast(tuple[list[object], Hashable], jax.tree.flatten((target, drafter)))
         shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._deferred: list[Key] = []
         self.compile_seconds, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
-        self._slots: Any = None
+        self._slots = cast(Slots, None)
         self.reset()
         self._slot_shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
 
@@ -78,12 +82,12 @@ class Runner:
         """Raise RuntimeError unless the models still hold the weights that the programs read."""
         check_unchanged(self.target, self.drafter, self._weights)
 
-    def _models(self, weights: Any) -> tuple[Any, Any]:
+    def _models(self, weights: Sequence[object]) -> tuple[Llama, AnyDrafter | None]:
         return jax.tree.unflatten(self._structure, weights)
 
     def constrain(self, make: Constraint | None) -> int:
         """Start following a constraint, and return its number in `constraints`; 0 for none."""
-        return 0 if make is None else self._run("constrain", make)
+        return 0 if make is None else cast(int, self._run("constrain", make))
 
     def release(self, number: int) -> None:
         """Release a constraint that no call queries any more."""
@@ -113,7 +117,7 @@ class Runner:
         part = text[begin : begin + chunk + 1]
         piece[0, : len(part)] = part
         count = min(chunk, len(text) - 1 - begin)
-        scores = self._run("prefill", slot, piece, begin, count, scored)
+        scores = cast(Scores | None, self._run("prefill", slot, piece, begin, count, scored))
         return Piece(begin, count, scores)
 
     def prefill_batch(self, texts: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Piece]:
@@ -160,10 +164,10 @@ class Runner:
         self,
         num_draft_tokens: int,
         rounds: int,
-        stop: Any,
+        stop: Bools,
         variant: Variant,
-        stop_when_done: Any = None,
-        rows: Any = None,
+        stop_when_done: Bools | None = None,
+        rows: _Rows = None,
     ) -> Packed:
         """Run up to `rounds` rounds.
 
@@ -175,14 +179,14 @@ class Runner:
                 slots.
         """
         stop_when_done = np.zeros_like(stop) if stop_when_done is None else stop_when_done
-        return self._run("decode_rounds", num_draft_tokens, rounds, stop, variant, stop_when_done, rows)
+        return cast(Packed, self._run("decode_rounds", num_draft_tokens, rounds, stop, variant, stop_when_done, rows))
 
     def wait(self) -> None:
         """Wait until all dispatched calls have finished."""
         jax.block_until_ready(self._slots.num_prefix_tokens)
 
     @explicit_transfers()
-    def _run(self, name: str, *arguments: Any) -> Any:
+    def _run(self, name: str, *arguments: object) -> object:
         result = getattr(self, f"_{name}")(*arguments)
         if self.commands is not None:
             self.commands.append((name, arguments))
@@ -190,7 +194,7 @@ class Runner:
 
     def _reset(self) -> None:
         self.constraints.clear()
-        self._slots = None  # free the old slots first, because there may not be room for both
+        self._slots = cast(Slots, None)  # free the old slots first, because there may not be room for both
         self._slots = self._program("empty")(self._weights)
 
     def _constrain(self, make: Constraint) -> int:
@@ -206,14 +210,14 @@ class Runner:
         row = dataclasses.replace(row, constraints=np.full(1, self.constraints.in_process(constraint), np.int32))
         self._slots = self._program("assign_slot")(self._weights, self._slots, Number(slot), row, *numbers)
 
-    def _prefill(self, slot: int, piece: Any, start: int, count: int, scored: bool) -> Scores | None:
-        chunk, numbers = piece.shape[1] - 1, [Number(slot), piece, Number(start), Number(count)]
+    def _prefill(self, slot: int, piece: Ints, start: int, count: int, scored: bool) -> Scores | None:
+        chunk, numbers = piece.shape[1] - 1, cast(list[object], [Number(slot), piece, Number(start), Number(count)])
         if chunk == self.sizes.chunks[0]:
             numbers.append(np.bool_(scored))
         self._slots, scores = self._program("prefill", chunk)(self._weights, self._slots, *numbers)
         return scores if scored else None
 
-    def _prefill_batch(self, pieces: Any, starts: Any, counts: Any, chosen: Any, num_chosen: int) -> None:
+    def _prefill_batch(self, pieces: Ints, starts: Ints, counts: Ints, chosen: Ints, num_chosen: int) -> None:
         program = self._program("prefill_batch")
         self._slots = program(self._weights, self._slots, pieces, starts, counts, chosen, Number(num_chosen))
 
@@ -221,7 +225,7 @@ class Runner:
         self._slots = self._program("catch_up_drafter")(self._weights, self._slots, Number(slot), Number(num_pieces))
 
     def _decode_rounds(
-        self, num_draft_tokens: int, rounds: int, stop: Any, variant: Variant, stop_when_done: Any, rows: Any
+        self, num_draft_tokens: int, rounds: int, stop: Bools, variant: Variant, stop_when_done: Bools, rows: _Rows
     ) -> Packed:
         chosen = () if rows is None else (np.asarray(rows, np.int32),)
         program = self._program("decode_rounds", num_draft_tokens, variant, len(stop) if rows is None else len(rows))
@@ -229,7 +233,7 @@ class Runner:
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
 
-    def replay(self, commands: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Packed]:
+    def replay(self, commands: Sequence[tuple[str, tuple[object, ...]]]) -> list[Packed]:
         """Replay another runner's calls and return the outputs of every `decode_rounds` call."""
         outputs: list[Packed] = []
         for name, arguments in commands:
@@ -237,7 +241,7 @@ class Runner:
                 self.wait()  # for running calls that query the constraints, as the original runner did
             result = self._run(name, *arguments)
             if name == "decode_rounds":
-                outputs.append(result)
+                outputs.append(cast(Packed, result))
         return outputs
 
     def compile(self) -> None:
@@ -257,7 +261,7 @@ class Runner:
         if futures:
             release_freed_memory()
 
-    def deferred_compiles(self) -> list[Callable[[], Any]]:
+    def deferred_compiles(self) -> list[Callable[[], jax.stages.Compiled]]:
         """Return functions that each compile one program for constrained requests, short drafts first.
 
         Few requests need these programs, and JAX's persistent cache stores no program that calls back to the host.
@@ -293,7 +297,7 @@ class Runner:
         catch_up = [("catch_up_drafter",)] if self.reads_separately else []
         return [("assign_slot",), *prefills, *catch_up, *self._decode_keys(Variant.TEMPERATURE_ONLY, Variant.FULL)]
 
-    def _program(self, *key: Any) -> Any:
+    def _program(self, *key: *Key) -> jax.stages.Compiled:
         if key not in self._programs:
             begun, self.is_compiling = perf_counter(), True
             try:
@@ -302,13 +306,13 @@ class Runner:
                 self.compile_seconds, self.is_compiling = self.compile_seconds + perf_counter() - begun, False
         return self._programs[key]
 
-    def _lowered(self, key: Key) -> Any:
+    def _lowered(self, key: Key) -> jax.stages.Lowered:
         """Lower a program that takes flat weights, donated slots and other arguments, or one that creates the slots."""
         if key == ("empty",):
             return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
         function, shapes = self._function(*key)
 
-        def program(weights: Any, slots: Any, *others: Any) -> Any:
+        def program(weights: Sequence[object], slots: Slots, *others: PyTree) -> PyTree:
             return function(*self._models(weights), slots, *others)
 
         arguments = self._weights, self._slot_shapes, *shapes
@@ -316,7 +320,7 @@ class Runner:
             return jax.jit(program, donate_argnums=1).lower(*arguments)
         return lower(program, arguments, self._structure, self.rule, self.sizes, key)
 
-    def _function(self, name: str, *options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _function(self, name: str, *options: int) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
         """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""
         number, sizes = Number(0), self.sizes
         if name == "assign_slot":
@@ -335,7 +339,7 @@ class Runner:
         if name == "catch_up_drafter":
             return functools.partial(programs.catch_up_drafter, chunk=sizes.chunks[0]), (number, number)
         k, variant, count = options
-        features: dict[str, Any] = {"num_draft_tokens": k, "temperature_only": variant is Variant.TEMPERATURE_ONLY}
+        features: dict[str, object] = {"num_draft_tokens": k, "temperature_only": variant is Variant.TEMPERATURE_ONLY}
         if variant >= Variant.FULL:
             features["num_top"] = sizes.top_logprobs
         if variant is Variant.CONSTRAINED:

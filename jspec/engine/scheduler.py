@@ -1,3 +1,4 @@
+# pyright: strict
 """Slot assignment and prefill order, in plain Python on host data. Nothing here touches a device."""
 
 import dataclasses
@@ -55,10 +56,12 @@ class ActiveRequest:
     has_decoded: bool = False
     num_unread: int = 0
     num_caught_up: int = 0
-    draft_lengths: list[int] = dataclasses.field(default_factory=list)
+    draft_lengths: list[int] = dataclasses.field(default_factory=list[int])
     constraint: int = 0
-    scored_pieces: list[Piece] = dataclasses.field(default_factory=list)
-    shared_prefixes: list[tuple["ActiveRequest", int, int]] = dataclasses.field(default_factory=list)
+    scored_pieces: list[Piece] = dataclasses.field(default_factory=list[Piece])
+    shared_prefixes: list[tuple["ActiveRequest", int, int]] = dataclasses.field(
+        default_factory=list[tuple["ActiveRequest", int, int]]
+    )
     calls: int = 0
     failures: int = 0
     cancelled: bool = False

@@ -1,9 +1,10 @@
+# pyright: strict
 """Limits on schemas and regular expressions, checked before compilation."""
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeAlias, cast
 from urllib.parse import unquote
 
 MAX_DEPTH = 64
@@ -17,15 +18,17 @@ MAX_COMBINED_PATTERNS = 8
 MAX_REFERENCED_VALUES = 200_000
 _REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would otherwise take quadratic time
 _MAX_REPEAT = 10_000
+Json: TypeAlias = "Mapping[str, Json] | list[Json] | tuple[Json, ...] | str | float | bool | None"
+_Node: TypeAlias = Mapping[str, Json]
 
 
-def check_schema(schema: Mapping[str, Any]) -> None:
+def check_schema(schema: Mapping[str, object]) -> None:
     """Check that a schema is within the limits. Its meaning is not checked.
 
     Raises:
         ValueError: the schema exceeds a limit; the message names the first one.
     """
-    nodes = [value for value in _values(schema) if isinstance(value, Mapping)]
+    nodes = [value for value in _values(cast(_Node, schema)) if isinstance(value, Mapping)]
     patterns = [pattern for node in nodes for pattern in _patterns(node)]
     if len(patterns) > MAX_PATTERNS:
         raise _excess("patterns", len(patterns), MAX_PATTERNS)
@@ -33,7 +36,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         check_regex(pattern)
     for node in nodes:
         _check_combination(node)
-    length = _longest_chain(schema)
+    length = _longest_chain(cast(_Node, schema))
     if length > MAX_REFERENCES:
         raise _excess("references in one chain of $ref", length, MAX_REFERENCES)
 
@@ -57,8 +60,9 @@ def _excess(what: str, count: int, most: int) -> ValueError:
     return ValueError(f"The schema has {count} {what}; expected at most {most}; simplify it.")
 
 
-def _values(schema: Any) -> Iterator[Any]:
+def _values(schema: Json) -> Iterator[Json]:
     """Yield a schema and all values in it. This does not recurse, because deep schemas would exhaust the stack."""
+    waiting: list[tuple[Json, int]]
     waiting, count = [(schema, 1)], 0
     while waiting:
         value, depth = waiting.pop()
@@ -74,13 +78,13 @@ def _values(schema: Any) -> Iterator[Any]:
             waiting.extend((item, depth + 1) for item in value)
 
 
-def _patterns(node: Mapping[str, Any]) -> list[str]:
+def _patterns(node: _Node) -> list[str]:
     named = node.get("patternProperties")
-    own = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    own = [cast(str, node["pattern"])] if isinstance(node.get("pattern"), str) else []
     return own + ([*named] if isinstance(named, Mapping) else [])
 
 
-def _check_combination(node: Mapping[str, Any]) -> None:
+def _check_combination(node: _Node) -> None:
     """Check the combined demands of a schema and its allOf parts, because their automata multiply."""
     parts = node.get("allOf")
     together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
@@ -96,7 +100,7 @@ def _check_combination(node: Mapping[str, Any]) -> None:
             )
 
 
-def _steps(multiple: Any) -> int:
+def _steps(multiple: Json) -> int:
     """Return the number of remainders of a multipleOf, from its decimal digits; 1 if it is not a number."""
     if isinstance(multiple, int) and not isinstance(multiple, bool):
         return max(1, abs(multiple))
@@ -111,7 +115,7 @@ def _short(number: int) -> str:
     return f"{number}" if number < 10**12 else "more than 10^12"
 
 
-def _longest_chain(schema: Mapping[str, Any]) -> int:
+def _longest_chain(schema: _Node) -> int:
     """Return the length of the longest chain of references; if they form cycles, an approximate lower bound."""
     references = _references_of_parts()
     following = {"": references(schema)}
@@ -129,7 +133,7 @@ def _longest_chain(schema: Mapping[str, Any]) -> int:
     return max(longest.values(), default=0)
 
 
-def _references_of_parts() -> Callable[[Any], list[str]]:
+def _references_of_parts() -> Callable[[Json], list[str]]:
     """Return a function that lists the distinct $ref values in a part of a schema. It reads each part once.
 
     Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.
@@ -137,7 +141,7 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
     names: dict[int, list[str]] = {}
     count = 0
 
-    def references(part: Any) -> list[str]:
+    def references(part: Json) -> list[str]:
         nonlocal count
         if id(part) in names:
             return names[id(part)]
@@ -156,7 +160,7 @@ def _references_of_parts() -> Callable[[Any], list[str]]:
     return references
 
 
-def _resolved(schema: Any, name: str) -> Any:
+def _resolved(schema: Json, name: str) -> Json:
     """Return the part of a schema that a local reference points to, or None."""
     for key in name.partition("#")[2].split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")

@@ -1,16 +1,19 @@
+# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
 """A call's output for every slot, packed into two arrays, because fewer copies to the host are faster."""
 
 import dataclasses
 from collections.abc import Container, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 from jspec.core.types import pytree
 from jspec.decoding.state import RoundOutput
+from jspec.engine.slots import Bools, Ints
 
 _NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "out_of_vocab")
 
@@ -122,7 +125,7 @@ class SlotOutput:
 
 
 def unpack(
-    packed: Any, slots: Iterable[int], num_top: int = 0, top_slots: Container[int] = ()
+    packed: Packed, slots: Iterable[int], num_top: int = 0, top_slots: Container[int] = ()
 ) -> dict[int, SlotOutput]:
     """Wait for a call's output, and return the `SlotOutput` of the given slots.
 
@@ -130,22 +133,24 @@ def unpack(
         num_top: the number of most likely tokens that the call computed.
         top_slots: the slots that report the most likely tokens.
     """
-    integers, floats = jax.device_get((packed.integers, packed.floats))
+    integers, floats = cast(tuple[Ints, NDArray[np.float32]], jax.device_get((packed.integers, packed.floats)))
     integers, last = integers[:-1], integers[-1]
     width, end = (integers.shape[2] - len(_NUMBERS)) // (2 + num_top), len(_NUMBERS)
     tokens, origins, others = integers[..., :width], integers[..., width : 2 * width], integers[..., 2 * width :]
     columns, top_ids = others[..., :end], others[..., end:]
-    numbers = dict(zip(_NUMBERS, np.moveaxis(columns, 2, 0), strict=True))
-    is_new = np.arange(width) < numbers["count"][..., None]
+    numbers: dict[str, Ints] = dict(zip(_NUMBERS, np.moveaxis(columns, 2, 0), strict=True))
+    is_new = cast(Bools, np.arange(width) < numbers["count"][..., None])
     has_run = numbers["count"] > 0
 
     def of_slot(slot: int) -> SlotOutput:
         new, rounds = is_new[:, slot], has_run[:, slot]
         row = floats[:, slot]
-        tops = []
+        tops: list[list[tuple[int, float]]] = []
         if slot in top_slots:
             ids, highest = (_per_token(part, new) for part in (top_ids[:, slot], row[:, 2 * width + 1 :]))
-            tops = [list(zip(*pair, strict=True)) for pair in zip(ids, highest, strict=True)]
+            tops = [
+                cast(list[tuple[int, float]], list(zip(*pair, strict=True))) for pair in zip(ids, highest, strict=True)
+            ]
         return SlotOutput(
             tokens=tokens[:, slot][new].tolist(),
             origins=origins[:, slot][new].tolist(),
@@ -165,7 +170,7 @@ def unpack(
     return {slot: of_slot(slot) for slot in slots}
 
 
-def _per_token(flat: np.ndarray, new: np.ndarray) -> list[list[Any]]:
+def _per_token(flat: NDArray[np.int32 | np.float32], new: Bools) -> list[list[float]]:
     """Return one list for each token in ``new[R, K + 1]``, from ``flat[R, (K + 1) n]``."""
     return flat.reshape(*new.shape, -1)[new].tolist()
 
@@ -174,7 +179,7 @@ def prompt_scores(
     pieces: Iterable[Piece], length: int, num_top: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Wait for a prompt's scores. Return each token's log-probability and the `num_top` most likely tokens."""
-    logprobs, tops = [float("nan")] * length, [[] for _ in range(length)]
+    logprobs, tops = [float("nan")] * length, [list[tuple[int, float]]() for _ in range(length)]
     for piece in pieces:
         scores, ids, highest = (part.tolist() for part in jax.device_get(tuple(vars(piece.scores).values())))
         for i, position in enumerate(range(piece.start + 1, min(piece.end + 1, length))):

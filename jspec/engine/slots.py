@@ -5,18 +5,26 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from numpy.typing import NDArray
 
 from jspec.core.sampling import LogitsTransforms, TokenCounts, broadcast_rows
-from jspec.core.types import pytree
+from jspec.core.types import PyTree, pytree
 from jspec.decoding.state import DecodeState, RequestParams
-from jspec.drafters.base import tree_of
+from jspec.drafters.base import Drafter, tree_of
 from jspec.drafters.chunked_prefill import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
+from jspec.models.language_model import LanguageModel
+
+Ints: TypeAlias = NDArray[np.int32]
+Bools: TypeAlias = NDArray[np.bool_]
+AnyDrafter: TypeAlias = Drafter[PyTree]  # whatever its state
+Rows = TypeVar("Rows")  # a pytree whose leaves have one entry per row
 
 # Transforms that change nothing. The bias, None here, becomes one zero for each token.
 NEUTRAL = LogitsTransforms(
@@ -104,7 +112,7 @@ class Sizes:
         first, second, *_ = self.num_draft_tokens
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM_LENGTH, second))
 
-    def positions(self, drafter: Any) -> int:
+    def positions(self, drafter: AnyDrafter | None) -> int:
         """Return T, the length of a slot's KV cache: the longest text plus what is written after it, at least a chunk.
 
         A round writes its draft after the text. A prefill pass for other slots writes an unused piece there.
@@ -134,7 +142,7 @@ class Slots:
     num_drafter_read: Array
 
 
-def empty_slots(target: Any, drafter: Any, sizes: Sizes) -> Slots:
+def empty_slots(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> Slots:
     """Allocate slots without requests."""
     count, vocab_size, positions = sizes.slots, target.config.vocab_size, sizes.positions(drafter)
     ones, zeros = jnp.ones(count, jnp.int32), jnp.zeros((count, vocab_size), jnp.int32)
@@ -179,29 +187,31 @@ def keep_temperature(params: RequestParams) -> RequestParams:
     return dataclasses.replace(params, min_tokens=None, top_logprobs=None, constraints=None)
 
 
-def gather_rows(slots: Any, rows: Array) -> Any:
+def gather_rows(slots: Rows, rows: Array) -> Rows:
     """Return the given ``rows[B]`` of `slots` as a batch. A KV cache keeps all rows; its `rows` field selects some."""
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: Array | KVCache) -> Array | KVCache:
         return dataclasses.replace(leaf, rows=rows) if isinstance(leaf, KVCache) else leaf[rows]
 
     return jax.tree.map(gather, slots, is_leaf=_is_cache)
 
 
-def scatter_rows(slots: Any, batch: Any, rows: Array) -> Any:
+def scatter_rows(slots: Rows, batch: Rows, rows: Array) -> Rows:
     """Return `slots` with `batch`, an updated result of `gather_rows`, written back."""
 
-    def scatter(leaf: Any, new: Any) -> Any:
-        return dataclasses.replace(new, rows=None) if isinstance(leaf, KVCache) else leaf.at[rows].set(new)
+    def scatter(leaf: Array | KVCache, new: Array | KVCache) -> Array | KVCache:
+        if isinstance(leaf, KVCache):
+            return dataclasses.replace(cast(KVCache, new), rows=None)
+        return leaf.at[rows].set(cast(Array, new))
 
     return jax.tree.map(scatter, slots, batch, is_leaf=_is_cache)
 
 
-def _is_cache(node: Any) -> bool:
+def _is_cache(node: object) -> bool:
     return isinstance(node, KVCache)
 
 
-def get_row(rows: Any, slot: Array) -> Any:
+def get_row(rows: Rows, slot: Array) -> Rows:
     """Return row `slot` of every leaf, as a batch of one."""
 
     def get(leaf: Array) -> Array:
@@ -210,10 +220,19 @@ def get_row(rows: Any, slot: Array) -> Any:
     return jax.tree.map(get, rows)
 
 
-def set_row(rows: Any, row: Any, slot: Array) -> Any:
+def set_row(rows: Rows, row: Rows, slot: Array) -> Rows:
     """Return `rows` with a batch of one in row `slot` of every leaf."""
 
     def update(leaf: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), slot, 0)
 
     return jax.tree.map(update, rows, row)
+
+
+def select(condition: Array, first: Rows, second: Rows) -> Rows:
+    """Select one of two pytrees by a scalar predicate."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(condition, a, b)
+
+    return jax.tree.map(pick, first, second)

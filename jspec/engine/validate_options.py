@@ -1,24 +1,26 @@
+# pyright: strict
 """Validation of an engine's arguments, and their defaults: sequence lengths, draft lengths and slots."""
 
 import numbers
-from typing import Any
 
 import jax
 
 from jspec.acceptance import Rule
-from jspec.core.types import check_count
+from jspec.core.types import PyTree, check_count
 from jspec.decoding.validate_tree import number_of_drafts
-from jspec.drafters.base import Drafter, own_tree
+from jspec.drafters.base import own_tree
 from jspec.drafters.capabilities import features_of, max_chain_length_of
 from jspec.drafters.chunked_prefill import can_read, keeps_nothing
 from jspec.drafters.draft_length import DEFAULT
 from jspec.drafters.standalone.model import positions
-from jspec.models.llama import Llama
+from jspec.engine.memory_budget import JaxDevice
+from jspec.engine.slots import AnyDrafter
+from jspec.models.language_model import LanguageModel
 
 _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
-def small_batches(target: Llama, slots: int) -> tuple[int, ...]:
+def small_batches(target: LanguageModel, slots: int) -> tuple[int, ...]:
     """Return smaller numbers of slots that a call may run: on CPUs, one slot, and half the slots of four or more.
 
     On CPUs, idle slots cost as much as used ones.
@@ -28,11 +30,11 @@ def small_batches(target: Llama, slots: int) -> tuple[int, ...]:
     return tuple(sorted({1, slots // 2}))
 
 
-def _devices(models: Any) -> set[Any]:
+def _devices(models: PyTree) -> set[JaxDevice]:
     return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
-def length(target: Llama, draft: Any, wanted: int | None) -> int:
+def length(target: LanguageModel, draft: AnyDrafter | LanguageModel | None, wanted: int | None) -> int:
     longest = positions(target, draft)
     if wanted is None:
         return min(_USUAL_LENGTH, longest)
@@ -45,7 +47,7 @@ def length(target: Llama, draft: Any, wanted: int | None) -> int:
     return wanted
 
 
-def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) -> tuple[int, ...]:
+def lengths(target: LanguageModel, drafter: AnyDrafter, num_draft_tokens: object, rule: Rule) -> tuple[int, ...]:
     """Return the possible numbers of draft tokens, ascending."""
     is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
     number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
@@ -63,7 +65,7 @@ def lengths(target: Llama, drafter: Drafter, num_draft_tokens: Any, rule: Rule) 
     return (int(number),)
 
 
-def check_readable(drafter: Any) -> None:
+def check_readable(drafter: AnyDrafter) -> None:
     if features_of(drafter) and not can_read(drafter):
         raise TypeError(
             f"{type(drafter).__name__} reads the target's hidden states but has no `read`, to which an engine "
@@ -72,7 +74,7 @@ def check_readable(drafter: Any) -> None:
         )
 
 
-def check_one_device(models: Any) -> None:
+def check_one_device(models: PyTree) -> None:
     if (count := len(_devices(models))) > 1:
         raise ValueError(
             f"The weights are on {count} devices, but an engine decodes on one; load them on one device, or use "

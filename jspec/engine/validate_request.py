@@ -1,7 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false
 """Validation of a request against the limits of an engine."""
 
 import functools
 import numbers
+from typing import cast
 
 import jax
 import numpy as np
@@ -36,6 +38,6 @@ def check_request(request: Request, sizes: Sizes) -> None:
 @functools.cache
 def _has_cpu() -> bool:
     try:
-        return bool(jax.local_devices(backend="cpu"))
+        return bool(cast(list[object], jax.local_devices(backend="cpu")))
     except RuntimeError:
         return False

@@ -1,3 +1,4 @@
+# pyright: strict
 """Warm-up before the first request, which measures the costs of pieces and rounds, one by one, on dummy text."""
 
 import itertools

@@ -2,13 +2,14 @@
 """A check that an engine's models still hold the weights that its programs read."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jspec.core.types import PyTree
 
-def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
+
+def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> None:
     """Raise RuntimeError unless the models hold the weights that an engine reads, and these exist.
 
     An engine reads the arrays that it was created with, and its slots hold states computed from them. After an update,
@@ -36,7 +37,7 @@ def check_unchanged(target: Any, drafter: Any, weights: list[Any]) -> None:
     check_exist(weights)
 
 
-def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
+def _are_equal(leaves: list[object], weights: list[object]) -> bool:
     """Return whether a program may read `leaves` in place of `weights`. Compare values only if the objects differ."""
     if len(leaves) != len(weights):
         return False
@@ -44,7 +45,7 @@ def _are_equal(leaves: list[Any], weights: list[Any]) -> bool:
     return not pairs or (all(_are_alike(*pair) for pair in pairs) and bool(jax.device_get(_have_equal_values(pairs))))
 
 
-def _are_alike(leaf: Any, weight: Any) -> bool:
+def _are_alike(leaf: object, weight: object) -> bool:
     """Return whether two leaves are existing arrays of the same type on the same devices."""
     if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
         return False
@@ -57,7 +58,7 @@ def _have_equal_values(pairs: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(leaf == weight) for leaf, weight in pairs]))
 
 
-def check_exist(weights: Sequence[Any]) -> None:
+def check_exist(weights: Sequence[object]) -> None:
     """Raise RuntimeError if a weight was deleted: a jitted step deletes the arrays that are donated to it."""
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
         raise RuntimeError(
