@@ -1,10 +1,11 @@
+# pyright: strict
 """Conversion between Llama, Mistral, Qwen2 and Qwen3 checkpoints and flat dictionaries of named arrays.
 
 The package contains no model code.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from convert import moved
 
@@ -49,7 +50,7 @@ _HOMES = {
 moved.install()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'convert' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,3 +1,4 @@
+# pyright: strict
 """The command `python -m convert SRC DST`, also available as `jspec convert`.
 
 It converts Hugging Face and GGUF checkpoints to Orbax. With `--to hf`, it writes the Hugging Face format instead.
@@ -50,7 +51,12 @@ def _convert(source: str, destination: Path, to: Format, dtype: str | None, revi
     start = time.perf_counter()
     console = Console(stderr=True)
     config, directory, arrays = stream(source, dtype, revision)
-    progress = {"total": len(shapes(config)), "console": console, "transient": True, "disable": not console.is_terminal}
+    progress: dict[str, Any] = {
+        "total": len(shapes(config)),
+        "console": console,
+        "transient": True,
+        "disable": not console.is_terminal,
+    }
     params = dict(track(arrays, "Reading", **progress))
     with console.status("Writing"):
         (save if to is Format.orbax else save_hf)(Checkpoint(config, params, directory), destination)

@@ -1,10 +1,17 @@
+# pyright: strict
 """A checkpoint in memory."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from convert.config import LlamaConfig
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,5 +27,5 @@ class Checkpoint:
     """
 
     config: LlamaConfig
-    params: dict[str, Any]
+    params: "Mapping[str, np.ndarray | jax.Array]"
     directory: Path

@@ -1,3 +1,4 @@
+# pyright: strict
 """A parser that turns config.json into a `LlamaConfig`.
 
 Every field that changes the computed function is either parsed or rejected by name.
@@ -5,16 +6,19 @@ Every field that changes the computed function is either parsed or rejected by n
 
 import dataclasses
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from convert import quantized
 from convert.architectures import FAMILIES, Family
+from convert.architectures.base import Details
 from convert.errors import CheckpointError
 from convert.generation_config import NAME, SamplingDefaults, parse_sampling
 from convert.gguf import header as gguf_header
 from convert.gguf.config import raw_config, raw_generation_config
 from convert.json_fields import Fields, flag, integer, number, token_ids
-from convert.json_file import read_object
+from convert.json_file import Json, read_object
 from convert.rope import RopeConfig, parse_rope
 from convert.weight_files import INDEX, SINGLE
 
@@ -76,7 +80,7 @@ def _family(raw: Fields) -> Family:
     return family
 
 
-def check_supported(raw: Fields, fixed: Fields) -> None:
+def check_supported(raw: Fields, fixed: Mapping[str, Json]) -> None:
     """Raise CheckpointError if a field of `raw` differs from its value in `fixed`; null counts as missing."""
     for key, wanted in fixed.items():
         value = raw.get(key)
@@ -159,7 +163,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=token_ids(raw, "eos_token_id"),
         pad_token_id=_pad(raw),
-        **{"attention_bias": False, "mlp_bias": False, **family.details(raw)},
+        **cast("Details", {"attention_bias": False, "mlp_bias": False, **family.details(raw)}),
     )
 
 

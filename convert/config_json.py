@@ -1,8 +1,8 @@
+# pyright: strict
 """Conversion of a `LlamaConfig` to the fields of a config.json."""
 
-from typing import Any
-
 from convert.config import LlamaConfig
+from convert.json_fields import Fields
 from convert.rope import RopeConfig
 
 # The fields of RopeConfig that each kind uses, besides theta and kind.
@@ -14,7 +14,7 @@ _USED = {
 }
 
 
-def fields(config: LlamaConfig) -> dict[str, Any]:
+def fields(config: LlamaConfig) -> Fields:
     """Return fields that `parse_config` parses back to `config`, except for q/k/v-only biases and sampling defaults."""
     ends = config.eos_token_ids
     return {
@@ -39,7 +39,7 @@ def fields(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _rope(rope: RopeConfig) -> dict[str, Any]:
+def _rope(rope: RopeConfig) -> Fields:
     """Return the fields in both the transformers 5 format and the earlier one, because some programs read only one."""
     used = {name: getattr(rope, name) for name in _USED[rope.kind]}
     section = {"rope_type": rope.kind, **used}

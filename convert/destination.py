@@ -1,10 +1,11 @@
+# pyright: strict
 """Atomic creation of output directories, and copying of the small files that accompany the weights."""
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +24,7 @@ _ADAPTER = {"adapter_config.json"}  # if this file were copied, PEFT would look 
 
 
 @contextmanager
-def new_directory(destination: Path) -> Iterator[Path]:
+def new_directory(destination: Path) -> Generator[Path]:
     """Yield a new directory next to `destination`, and rename it to `destination` if the block ends without an error.
 
     If the process is killed, the temporary directory remains. `resolve` recognises its name and rejects it.

@@ -1,9 +1,11 @@
+# pyright: strict
 """The three dtypes that a checkpoint may have."""
 
-from typing import Any
+from typing import cast
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from convert.errors import CheckpointError
 
@@ -15,14 +17,14 @@ BY_NAME = {
 BY_SAFETENSORS_CODE = {"F32": BY_NAME["float32"], "BF16": BY_NAME["bfloat16"], "F16": BY_NAME["float16"]}
 
 
-def parse(dtype: Any) -> np.dtype:
+def parse(dtype: object) -> np.dtype:
     """Return the NumPy dtype for `dtype`: a name, a NumPy type or a JAX type.
 
     Raises:
         CheckpointError: `dtype` is not one of the three.
     """
     try:
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = dtype if isinstance(dtype, str) else np.dtype(cast("DTypeLike", dtype)).name
     except TypeError:
         name = ""
     if name not in BY_NAME:

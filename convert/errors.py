@@ -1,7 +1,8 @@
+# pyright: strict
 """This package's exception, and helpers that list names and shorten other libraries' error messages."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 
@@ -23,7 +24,7 @@ def brief(error: Exception) -> str:
 
 
 @contextmanager
-def raised_alone() -> Iterator[None]:
+def raised_alone() -> Generator[None]:
     """Suppress Orbax's error logs in this block: every thread logs, with a traceback, what Orbax also raises."""
 
     def no_error(record: logging.LogRecord) -> bool:

@@ -1,3 +1,4 @@
+# pyright: strict
 """Conversion of a Hugging Face directory to our arrays, one at a time and strictly by the table in keymap.py."""
 
 import logging
@@ -103,7 +104,7 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
         CheckpointError: a tensor is missing, unknown, misshapen, or ambiguous (a tied head that differs).
     """
     tied = config.tie_word_embeddings
-    pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set()
+    pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set[str]()
     scanned = scan(directory, is_optional=lambda name: name in pair or keymap.is_ignored(name, config))
     check_depth(config, len(scanned), directory)
     found = {

@@ -1,12 +1,14 @@
+# pyright: strict
 """generation_config.json: the sampling parameters that a model recommends."""
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from convert.errors import CheckpointError
 from convert.json_fields import Fields, flag
+from convert.json_file import Json
 
 NAME = "generation_config.json"
 # Name -> (description of the allowed values, predicate that tests a value).
@@ -20,7 +22,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "frequency_penalty": ("a number from -1e6 to 1e6 (0 is off)", lambda x: abs(x) <= 1e6),
 }
 # Other fields that change the distribution, with the value that disables each. The last line is for GGUF files.
-_UNSUPPORTED: dict[str, Any] = {
+_UNSUPPORTED: Fields = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"), 1),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty", "top_h"), 0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
@@ -56,7 +58,7 @@ class SamplingDefaults:
 
     def fields(self) -> Fields:
         """Return the content of a generation_config.json with the same recommendations, or {} if there are none."""
-        values = self.values()
+        values = cast("Fields", self.values())
         return values and values | {"do_sample": self.temperature != 0}
 
 
@@ -69,14 +71,16 @@ def parse_sampling(raw: Fields) -> SamplingDefaults:
     Raises:
         CheckpointError: a sampling parameter is out of range. The message names it.
     """
-    values: dict[str, Any] = {name: _value(name, raw[name]) for name in _RANGES if raw.get(name) is not None}
+    values: dict[str, Any] = {  # arguments of SamplingDefaults
+        name: _value(name, raw[name]) for name in _RANGES if raw.get(name) is not None
+    }
     if not flag(raw, "do_sample", default=True):
         values["temperature"] = 0.0
     ignored = (name for name, off in _UNSUPPORTED.items() if raw.get(name) not in (None, [], {}, off))
     return SamplingDefaults(**values, unsupported=tuple(ignored))
 
 
-def _value(name: str, value: Any) -> float:
+def _value(name: str, value: Json) -> float:
     allowed, test = _RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and test(value)):
         raise CheckpointError(f"{name} is {value!r}; expected {allowed}: correct the file, or delete the field.")

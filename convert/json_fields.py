@@ -1,15 +1,17 @@
+# pyright: strict
 """Typed access to the fields of a parsed config.json, in which `null` counts as missing."""
 
 import math
-from typing import Any
+from typing import cast
 
 from convert.errors import CheckpointError
+from convert.json_file import Json
 
-Fields = dict[str, Any]
+Fields = dict[str, Json]
 _FIX = "as in the model's own config.json"
 
 
-def _required(raw: Fields, key: str, default: Any, expected: str) -> Any:
+def _required(raw: Fields, key: str, default: Json, expected: str) -> Json:
     value = default if raw.get(key) is None else raw[key]
     if value is None:
         raise CheckpointError(f"{key} is missing; expected {expected}, {_FIX}.")
@@ -46,4 +48,4 @@ def token_ids(raw: Fields, key: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise CheckpointError(f"{key} is {value!r}; expected a token id, a list of token ids or null.")
-    return tuple(ids)
+    return tuple(cast("list[int]", ids))

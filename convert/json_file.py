@@ -1,14 +1,17 @@
+# pyright: strict
 """Strict reading of JSON objects from disk."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, cast
 
 from convert import placeholders
 from convert.errors import CheckpointError
 
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+
+def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     seen = dict(pairs)
     if len(seen) != len(pairs):
         names = [name for name, _ in pairs]
@@ -17,7 +20,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Json]:
     """Return the JSON object in `path`.
 
     Raises:
@@ -28,7 +31,7 @@ def read_object(path: Path) -> dict[str, Any]:
         placeholders.check(path)
         raise CheckpointError(f"{path} is missing; copy or download the whole checkpoint directory again.")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        value = cast("Json", json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates))
     except (OSError, ValueError, RecursionError) as error:
         placeholders.check(path)
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write the file again.") from error

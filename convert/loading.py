@@ -1,10 +1,11 @@
+# pyright: strict
 """Loading of checkpoints from Hugging Face directories, hub ids, converted directories and GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from convert import dtypes, from_hf, notes, store, weight_files
 from convert.checkpoint import Checkpoint
@@ -16,7 +17,7 @@ from convert.source import resolve
 Arrays = Iterator[tuple[str, np.ndarray]]
 
 
-def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> Checkpoint:
+def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Checkpoint:
     """Read a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
 
     Peak memory use is the size of all arrays in the target dtype plus about one more array.
@@ -34,7 +35,7 @@ def load(source: str | Path, dtype: Any = None, revision: str | None = None) -> 
     return Checkpoint(config, dict(arrays), directory)
 
 
-def stream(source: str | Path, dtype: Any, revision: str | None) -> tuple[LlamaConfig, Path, Arrays]:
+def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) -> tuple[LlamaConfig, Path, Arrays]:
     """Return the config, the local path, and an iterator over the arrays of `load`, so that callers can show progress.
 
     Raises:

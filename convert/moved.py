@@ -1,3 +1,4 @@
+# pyright: strict
 """Modules that have moved: importing an old path raises an error that names the new one."""
 
 import importlib

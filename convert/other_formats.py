@@ -1,3 +1,4 @@
+# pyright: strict
 """Error messages for directories that hold another format instead of supported safetensors weights."""
 
 import re

@@ -1,3 +1,4 @@
+# pyright: strict
 """Detection of placeholders in place of the expected file: git-lfs pointers, web pages and broken links."""
 
 import codecs

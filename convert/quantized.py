@@ -1,10 +1,11 @@
+# pyright: strict
 """Detection of weights quantised by another program, based on config.json."""
 
 import reprlib
-from typing import Any
 
 from convert.errors import CheckpointError
 from convert.json_fields import Fields
+from convert.json_file import Json
 
 # `quant_method` -> the common name of the method, if it differs.
 _NAMES = {
@@ -45,7 +46,7 @@ def check(raw: Fields) -> None:
             )
 
 
-def _method(key: str, section: Any) -> str:
+def _method(key: str, section: Json) -> str:
     fields = section if isinstance(section, dict) else {}
     method = fields.get("quant_method")
     if method is None and key == "compression_config":

@@ -1,3 +1,4 @@
+# pyright: strict
 """A parser for the rotary embedding's fields, in the formats of transformers 5 and of earlier versions."""
 
 import dataclasses
@@ -6,6 +7,7 @@ from typing import Any
 
 from convert.errors import CheckpointError
 from convert.json_fields import Fields, flag, integer, number
+from convert.json_file import Json
 
 _ORIGINAL = "original_max_position_embeddings"
 _USED = {
@@ -50,7 +52,7 @@ def _kind(section: Fields) -> str:
     return kind
 
 
-def _section(section: Any, theta: float, raw: Fields) -> RopeConfig:
+def _section(section: Json, theta: float, raw: Fields) -> RopeConfig:
     if not isinstance(section, dict):
         raise CheckpointError(f"the rope section is {section!r}; expected an object or null.")
     kind = _kind(section)
@@ -60,7 +62,7 @@ def _section(section: Any, theta: float, raw: Fields) -> RopeConfig:
         raise CheckpointError(f"partial_rotary_factor is {section['partial_rotary_factor']!r}; only 1.0 is supported.")
     if kind == "yarn" and "factor" in section and section["factor"] is None:
         section = section | {"factor": integer(raw, "max_position_embeddings") / _original_length(section, raw)}
-    used: Fields = {key: number(section, key) for key in _USED[kind]}
+    used: dict[str, Any] = {key: number(section, key) for key in _USED[kind]}  # arguments of RopeConfig
     if kind == "llama3":
         used[_ORIGINAL] = _original_length(section, raw)
         if used["high_freq_factor"] <= used["low_freq_factor"]:
@@ -70,9 +72,9 @@ def _section(section: Any, theta: float, raw: Fields) -> RopeConfig:
     return RopeConfig(theta=theta, kind=kind, **used)
 
 
-def _yarn(section: Fields, theta: float, raw: Fields) -> Fields:
+def _yarn(section: Fields, theta: float, raw: Fields) -> dict[str, float]:
     """Return the fields of yarn except `factor`, with the defaults of transformers."""
-    given = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as left out
+    given: Fields = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as left out
     betas = {key: number(given, key, getattr(RopeConfig, key)) for key in given}
     if betas["beta_fast"] < betas["beta_slow"]:
         raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
@@ -115,12 +117,12 @@ def parse_rope(raw: Fields) -> RopeConfig:
     return _section(sections[0] if sections else {}, _theta(raw, sections), raw)
 
 
-def given_sections(raw: Fields) -> list[Any]:
+def given_sections(raw: Fields) -> list[Json]:
     """Return the sections that are present and not empty. The first one is used, as in transformers."""
     return [raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)]
 
 
-def _theta(raw: Fields, sections: list[Any]) -> float:
+def _theta(raw: Fields, sections: list[Json]) -> float:
     """Return the value given for `rope_theta`, or the default.
 
     Raises:

@@ -1,7 +1,9 @@
+# pyright: strict
 """Warnings about rotary-embedding fields that are ignored, as in transformers. Each warning says what to do."""
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 from convert.json_fields import Fields, number
 from convert.rope import KNOWN, attention_factor, given_sections, parse_rope
@@ -13,7 +15,11 @@ _READ_ELSEWHERE = "attn_factor", "extrapolation_factor", "llama_4_scaling_beta"
 
 def unread(raw: Fields) -> list[str]:
     """Return the sorted keys of the rope section that no known program reads."""
-    return sorted({key for section in given_sections(raw)[:1] for key in section} - KNOWN - {*_READ_ELSEWHERE})
+    return sorted(
+        {key for section in cast("list[Fields]", given_sections(raw))[:1] for key in section}
+        - KNOWN
+        - {*_READ_ELSEWHERE}
+    )
 
 
 def warnings(raw: Fields) -> Iterator[str]:
@@ -22,7 +28,7 @@ def warnings(raw: Fields) -> Iterator[str]:
     Args:
         raw: a config.json that `parse_rope` accepts.
     """
-    sections = given_sections(raw)
+    sections = cast("list[Fields]", given_sections(raw))
     if len(sections) == 2 and _without_theta(sections[0]) != _without_theta(sections[1]):
         yield (
             "rope_parameters is ignored beside rope_scaling, as in transformers; delete the section that is not the "
@@ -58,7 +64,7 @@ def _yarn(section: Fields) -> Iterator[str]:
             "trained with it, sequences beyond original_max_position_embeddings need another program"
         )
     if section.get("mscale") and not section.get("mscale_all_dim") and not given:
-        alone = 1 + 0.1 * math.log(max(section["factor"], 1)) * number(section, "mscale")
+        alone = 1 + 0.1 * math.log(max(cast("float", section["factor"]), 1)) * number(section, "mscale")
         yield (
             f"mscale {section['mscale']} is ignored without mscale_all_dim, as in transformers; to use it alone, set "
             f'"attention_factor" to {round(alone, 6)} in the rope section'

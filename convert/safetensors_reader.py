@@ -1,3 +1,4 @@
+# pyright: strict
 """A lazy reader for a Hugging Face directory. It lists the tensors from the headers alone and reads rows on demand.
 
 The safetensors library checks each header. This module checks the directory as a whole, which the library cannot see.
@@ -6,11 +7,11 @@ The safetensors library checks each header. This module checks the directory as 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Protocol, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -42,10 +43,30 @@ class Tensor:
             return handle.get_slice(self.name)[rows]
 
 
+class Slice(Protocol):
+    """A tensor in an open file, as safetensors returns it."""
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
+
+    def get_dtype(self) -> str: ...
+
+    def get_shape(self) -> list[int]: ...
+
+
+class Handle(Protocol):
+    """An open safetensors file."""
+
+    def keys(self) -> list[str]: ...
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def get_slice(self, name: str, /) -> Slice: ...
+
+
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Generator[Handle]:
     try:
-        with safe_open(file, framework="numpy") as handle:
+        with cast("AbstractContextManager[Handle]", safe_open(file, framework="numpy")) as handle:
             yield handle
     except (SafetensorError, OSError) as error:
         placeholders.check(file)
@@ -69,7 +90,7 @@ def metadata(file: Path) -> dict[str, str] | None:
 
 def _scan_file(file: Path, tables: Mapping[str, str]) -> list[Tensor]:
     with opened(file) as handle:
-        found = []
+        found: list[Tensor] = []
         for name in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
             piece = handle.get_slice(name)
             dtype = _dtype(name, piece.get_dtype(), file, tables)

@@ -1,7 +1,9 @@
+# pyright: strict
 """Saving of a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
 
 import json
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -98,8 +100,8 @@ def save_new(
     fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}
     if config.qkv_bias:
         fields["model_type"] = "qwen2"
-    fields["architectures"] = [FAMILIES[fields["model_type"]].class_name]
-    files = {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(hf_shapes(config))}}
+    fields["architectures"] = [FAMILIES[cast("str", fields["model_type"])].class_name]
+    files: layout.Layout = {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(hf_shapes(config))}}
     with new_directory(destination) as directory:
         to_hf.write(directory, arrays, config, files)
         if source is not None:

@@ -1,14 +1,23 @@
+# pyright: strict
 """The mapping from tensors to the source's files, kept so that converting back writes the same files."""
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from convert import from_hf, keymap, store
 from convert.config import LlamaConfig
 from convert.safetensors_reader import metadata
 from convert.weight_files import SINGLE
 
-Layout = dict[str, Any]  # file name -> {"metadata": the header's free text, "tensors": Hugging Face names}
+
+class File(TypedDict):
+    """A safetensors file: the free text in its header, and the Hugging Face names of its tensors."""
+
+    metadata: dict[str, str] | None
+    tensors: list[str]
+
+
+Layout = dict[str, File]  # by file name
 
 
 def read(directory: Path, config: LlamaConfig) -> Layout:
@@ -20,7 +29,7 @@ def read(directory: Path, config: LlamaConfig) -> Layout:
     if directory.is_file():
         return {SINGLE: {"metadata": {"format": "pt"}, "tensors": list(keymap.hf_shapes(config))}}
     if store.is_store(directory):
-        return store.describe(directory)["files"]
+        return cast("Layout", store.describe(directory)["files"])
     layout: Layout = {}
     for tensor in from_hf.tensors(directory, config).values():
         file = layout.setdefault(tensor.file.name, {"metadata": metadata(tensor.file), "tensors": []})

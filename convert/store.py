@@ -1,19 +1,24 @@
+# pyright: strict, reportMissingTypeStubs=false
 """Converted directories: arrays in an Orbax checkpoint, with config, tokenizer, layout and manifest."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from convert import dtypes, manifest
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, brief, listing, raised_alone
+from convert.json_fields import Fields
 from convert.json_file import read_object
 from convert.keymap import shapes
 from convert.safetensors_reader import row_chunks
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1 as ocp
 
 ARRAYS = "arrays"
 DESCRIPTION = "jspec_checkpoint.json"
@@ -47,7 +52,7 @@ def verify(directory: Path) -> None:
         )
 
 
-def describe(directory: Path) -> dict[str, Any]:
+def describe(directory: Path) -> Fields:
     """Return the content of the description: `dtype`, and `files`, the layout of the source's safetensors files.
 
     Raises:
@@ -60,7 +65,7 @@ def _arrays(directory: Path) -> str:
     return str(directory.absolute() / ARRAYS)  # Orbax does not accept relative paths
 
 
-def _context() -> Any:
+def _context() -> "ocp.Context":
     from orbax.checkpoint import v1 as ocp  # lazily, because importing it takes over a second
 
     context = ocp.Context()
@@ -72,7 +77,7 @@ def _context() -> Any:
     return context
 
 
-def write(directory: Path, params: dict[str, np.ndarray], files: dict[str, Any]) -> None:
+def write(directory: Path, params: dict[str, np.ndarray], files: Mapping[str, object]) -> None:
     """Write the arrays and the description to a directory under construction.
 
     Raises:

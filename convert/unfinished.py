@@ -1,8 +1,9 @@
+# pyright: strict
 """Cleanup of unfinished folders, which are deleted even if the process ends without unwinding."""
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,7 +12,7 @@ _PAUSES = 0.01, 0.1, 1.0  # seconds
 
 
 @contextmanager
-def deleted_in_the_end(folder: Path) -> Iterator[None]:
+def deleted_in_the_end(folder: Path) -> Generator[None]:
     """Delete `folder`, which the block creates, when the block ends. A folder that the block renamed is kept."""
     _folders.add(folder)
     try:

@@ -1,7 +1,9 @@
+# pyright: strict
 """Selection of the safetensors files that hold a directory's weights, as in transformers."""
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 from convert import other_formats
 from convert.errors import CheckpointError, listing
@@ -81,4 +83,4 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"{path} has no usable weight_map; expected tensor names with the names of *.safetensors "
             "files beside it: download it again."
         )
-    return weight_map
+    return cast("dict[str, str]", weight_map)

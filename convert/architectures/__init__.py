@@ -1,3 +1,4 @@
+# pyright: strict
 """The model families whose forward pass differs from Llama's only in details. Each has a module for its config.json."""
 
 from convert.architectures.base import Family

@@ -1,11 +1,23 @@
+# pyright: strict
 """A description of a model family and its differences from the other families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Required, TypedDict
 
 from convert.json_fields import Fields, integer
+from convert.json_file import Json
 from convert.rope import parse_rope
+
+
+class Details(TypedDict, total=False):
+    """The fields of `LlamaConfig` in which families differ. A missing flag is false."""
+
+    max_position_embeddings: Required[int]
+    attention_bias: bool
+    mlp_bias: bool
+    qkv_bias: bool
+    qk_norm: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +37,9 @@ class Family:
 
     model_type: str
     class_name: str
-    details: Callable[[Fields], dict[str, Any]]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    details: Callable[[Fields], Details]
+    defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict[str, Json])
+    fixed: Mapping[str, Json] = dataclasses.field(default_factory=dict[str, Json])
 
 
 def positions(raw: Fields) -> int:

@@ -1,12 +1,11 @@
+# pyright: strict
 """Llama: two flags decide which projections have biases."""
 
-from typing import Any
-
-from convert.architectures.base import Family, within_window
+from convert.architectures.base import Details, Family, within_window
 from convert.json_fields import Fields, flag
 
 
-def _details(raw: Fields) -> dict[str, Any]:
+def _details(raw: Fields) -> Details:
     return {
         "max_position_embeddings": within_window(raw),
         "attention_bias": flag(raw, "attention_bias"),

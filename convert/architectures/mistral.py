@@ -1,12 +1,11 @@
+# pyright: strict
 """Mistral: no biases. Every layer uses the sliding window, if there is one."""
 
-from typing import Any
-
-from convert.architectures.base import Family, within_window
+from convert.architectures.base import Details, Family, within_window
 from convert.json_fields import Fields
 
 
-def _details(raw: Fields) -> dict[str, Any]:
+def _details(raw: Fields) -> Details:
     return {"max_position_embeddings": within_window(raw)}
 
 

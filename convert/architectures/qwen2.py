@@ -1,12 +1,11 @@
+# pyright: strict
 """Qwen2 and Qwen2.5: biases on q, k and v only. A flag enables a sliding window in some layers."""
 
-from typing import Any
-
-from convert.architectures.base import Family, positions, within_window
+from convert.architectures.base import Details, Family, positions, within_window
 from convert.json_fields import Fields, flag, integer
 
 _FIRST_WINDOW = 28  # the default in transformers
-DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+DEFAULTS: Fields = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
@@ -16,7 +15,7 @@ def context(raw: Fields) -> int:
     return within_window(raw) if is_on and first < integer(raw, "num_hidden_layers") else positions(raw)
 
 
-def _details(raw: Fields) -> dict[str, Any]:
+def _details(raw: Fields) -> Details:
     return {"max_position_embeddings": context(raw), "qkv_bias": True}
 
 

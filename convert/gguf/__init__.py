@@ -1,1 +1,2 @@
+# pyright: strict
 """GGUF files: header, configuration, vocabulary, tokenizer and tensors."""

@@ -1,16 +1,19 @@
+# pyright: strict
 """Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face hub."""
 
 import dataclasses
 import math
 import operator
 import reprlib
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from convert.errors import CheckpointError, listing
 from convert.gguf.header import Header
 from convert.gguf.vocabulary import vocabulary
+from convert.json_fields import Fields
+from convert.json_file import Json
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -31,7 +34,7 @@ class Architecture:
     model_type: str
     class_name: str
     interleaved: bool
-    biases: dict[str, str] = dataclasses.field(default_factory=dict)
+    biases: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
 
 
 ARCHITECTURES = {
@@ -93,7 +96,7 @@ _UNUSED = {
 _SAMPLING = "general.sampling."
 _SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 # The values for every Llama 3 model. Files store only the factors computed from them.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3: dict[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def architecture(header: Header) -> Architecture:
@@ -115,7 +118,7 @@ def architecture(header: Header) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def raw_config(header: Header) -> dict[str, Any]:
+def raw_config(header: Header) -> Fields:
     """Return the content of config.json, for `convert.parse_config` to check.
 
     End-of-turn tokens count as EOS too, because the files name only one EOS token.
@@ -127,7 +130,7 @@ def raw_config(header: Header) -> dict[str, Any]:
     prefix = f"{header.metadata['general.architecture']}."
     fields = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     _check_known(fields, prefix, header)
-    raw = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
+    raw: Fields = {name: fields[key] for key, name in _FIELDS.items() if key in fields}
     if raw.get("sliding_window") == 0:  # llama.cpp writes 0 for no window
         raw["sliding_window"] = None
     raw |= {flag: name in header.tensors for flag, name in kind.biases.items()}
@@ -137,17 +140,20 @@ def raw_config(header: Header) -> dict[str, Any]:
     if head_dim != rotated and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
         raw["partial_rotary_factor"] = rotated / head_dim
     ends = words.ends
-    return raw | {
-        "model_type": kind.model_type,
-        "architectures": [kind.class_name],
-        "vocab_size": _vocab_size(fields.get("vocab_size"), len(words.tokens), header),
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_parameters": _rope(fields, header),
-        "hidden_act": "silu",
-        "bos_token_id": words.ids.get("bos"),
-        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": words.ids.get("pad"),
-    }
+    return raw | cast(
+        "Fields",
+        {
+            "model_type": kind.model_type,
+            "architectures": [kind.class_name],
+            "vocab_size": _vocab_size(fields.get("vocab_size"), len(words.tokens), header),
+            "tie_word_embeddings": "output.weight" not in header.tensors,
+            "rope_parameters": _rope(fields, header),
+            "hidden_act": "silu",
+            "bos_token_id": words.ids.get("bos"),
+            "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+            "pad_token_id": words.ids.get("pad"),
+        },
+    )
 
 
 def ignored_keys(header: Header) -> list[str]:
@@ -162,13 +168,13 @@ def ignored_keys(header: Header) -> list[str]:
     return sorted(unused | {key for key in header.metadata if not key.startswith(described)})
 
 
-def raw_generation_config(header: Header) -> dict[str, Any]:
+def raw_generation_config(header: Header) -> Fields:
     """Return the content of generation_config.json: the sampling parameters that the file recommends, if any."""
     fields = {k.removeprefix(_SAMPLING): v for k, v in header.metadata.items() if k.startswith(_SAMPLING)}
     return {_SAMPLING_NAMES.get(name, name): value for name, value in fields.items()}
 
 
-def _check_known(fields: dict[str, Any], prefix: str, header: Header) -> None:
+def _check_known(fields: Fields, prefix: str, header: Header) -> None:
     known = _FIELDS.keys() | _SCALING | _READ_APART | _FIXED.keys() | _UNUSED
     misspelt = {key for key in header.metadata if key[len(prefix) :] in known and _differ_once(key, prefix)}
     if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
@@ -194,14 +200,14 @@ def _differ_once(key: str, prefix: str) -> bool:
     return sum(map(operator.ne, key, prefix)) == 1
 
 
-def _vocab_size(said: Any, tokens: int, header: Header) -> Any:
+def _vocab_size(said: Json, tokens: int, header: Header) -> Json:
     """Return the vocabulary size, which may exceed the number of tokens."""
     if isinstance(said, int) and tokens > said:
         raise CheckpointError(f"{header.file} has {tokens} tokens, but vocab_size {said}; download it again.")
     return tokens if said is None else said
 
 
-def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
+def _rope(fields: Fields, header: Header) -> Fields:
     theta, kind = fields.get("rope.freq_base", 10000.0), _kind_of_scaling(fields, header)
     if ROPE_FACTORS in header.tensors:
         return {"rope_theta": theta, "rope_type": "llama3"} | _llama3(theta, kind, fields.get(_ORIGINAL), header)
@@ -216,7 +222,7 @@ def _rope(fields: dict[str, Any], header: Header) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
 
 
-def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
+def _kind_of_scaling(fields: Fields, header: Header) -> Json:
     """Return the scaling type that the file names, or linear if it gives only a factor, as in llama.cpp."""
     factors = [fields[key] for key in _FACTORS if key in fields]
     if factors[1:] and factors[0] != factors[1]:
@@ -227,7 +233,7 @@ def _kind_of_scaling(fields: dict[str, Any], header: Header) -> Any:
     return fields.get("rope.scaling.type", "linear" if factors and factors[0] not in (0, 1) else "none")
 
 
-def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, Any]:
+def _llama3(theta: Json, kind: Json, original: Json, header: Header) -> Fields:
     """Return Llama 3's rope fields, after checking that they reproduce the frequency divisors stored in the file.
 
     Raises:
@@ -236,10 +242,12 @@ def _llama3(theta: Any, kind: Any, original: Any, header: Header) -> dict[str, A
     stored = header.tensors[ROPE_FACTORS]
     found = np.fromfile(header.file, "<f4", math.prod(stored.shape), offset=stored.offset).astype(np.float64)
     original = _LLAMA3["original_max_position_embeddings"] if original is None else original
-    fields = {"factor": float(found.max()), **_LLAMA3, "original_max_position_embeddings": original}
+    fields: dict[str, Any] = {"factor": float(found.max()), **_LLAMA3, "original_max_position_embeddings": original}
     plain = stored.kind.name == "F32" and kind == "none" and fields["factor"] > 0
     numbers = all(isinstance(value, int | float) and value > 0 for value in (theta, original))
-    if not (plain and numbers) or not np.allclose(found, _factors(theta, found.size, **fields), rtol=1e-4, atol=0):
+    if not (plain and numbers) or not np.allclose(
+        found, _factors(cast("float", theta), found.size, **fields), rtol=1e-4, atol=0
+    ):
         raise CheckpointError(
             f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales positions by with the file's metadata; "
             "choose the checkpoint that the file was made from."

@@ -1,3 +1,4 @@
+# pyright: strict
 """A strict reader for GGUF headers. It checks each count and length against the file size before using it.
 
 The gguf library's own reader does not check them. The format is specified at
@@ -8,15 +9,22 @@ import dataclasses
 import math
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Literal, TypeVar, overload
 
 import numpy as np
 
 from convert import placeholders
 from convert.errors import CheckpointError
 from convert.gguf import tensor_types as gguf_types
+from convert.json_file import Json
 
+if TYPE_CHECKING:
+    import gguf
+
+T = TypeVar("T")
+_Info = tuple[int, tuple[int, ...], int]  # type, shape, offset
 MAGIC = b"GGUF"
 _BEFORE_GGUF = b"lmgg", b"fmgg", b"tjgg", b"algg"  # ggml, ggmf, ggjt, ggla
 _VERSIONS = (2, 3)
@@ -32,7 +40,7 @@ _LONGEST_NAME = 2**8
 class Stored:
     """A tensor in the file: its type (a `gguf.GGMLQuantizationType`), its shape in NumPy order, and its byte range."""
 
-    kind: Any
+    kind: "gguf.GGMLQuantizationType"
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -43,7 +51,7 @@ class Header:
     """Everything in `file` that precedes the tensor data."""
 
     file: Path
-    metadata: dict[str, Any]
+    metadata: dict[str, Json]
     tensors: dict[str, Stored]
 
 
@@ -60,7 +68,13 @@ class _Reader:
         self.at += count
         return data
 
-    def number(self, kind: int) -> Any:
+    @overload
+    def number(self, kind: Literal[4, 10]) -> int: ...
+
+    @overload
+    def number(self, kind: int) -> float: ...
+
+    def number(self, kind: int) -> float:
         code = _NUMBERS[kind]
         (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
         if kind == _BOOL and value > 1:
@@ -77,7 +91,7 @@ class _Reader:
     def string(self) -> str:
         return self.take(self.count(_LONGEST)).decode("utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int) -> Json:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -86,7 +100,7 @@ class _Reader:
             raise ValueError(f"unknown value type {kind} before byte {self.at}")
         return self.number(kind)
 
-    def _array(self, kind: int, count: int) -> list[Any]:
+    def _array(self, kind: int, count: int) -> list[Json]:
         if kind == _STRING:
             return [self.string() for _ in range(count)]
         if kind not in _NUMBERS:
@@ -94,7 +108,7 @@ class _Reader:
         code = _NUMBERS[kind]
         return np.frombuffer(self.take(count * struct.calcsize(code)), np.dtype(code)).tolist()
 
-    def named(self, what: Any) -> tuple[str, Any]:
+    def named(self, what: Callable[[], T]) -> tuple[str, T]:
         name, at = self.string(), self.at
         if len(name) > _LONGEST_NAME or not name.isprintable():
             raise ValueError(f"invalid name {name[:20]!r} before byte {at}")
@@ -103,9 +117,9 @@ class _Reader:
         except ValueError as error:
             raise ValueError(f"{name!r} at byte {at}: {error}") from error
 
-    def table(self, count: int, what: Any) -> dict[str, Any]:
+    def table(self, count: int, what: Callable[[], T]) -> dict[str, T]:
         """Read `count` names, each with the value that follows it."""
-        table: dict[str, Any] = {}
+        table: dict[str, T] = {}
         for _ in range(count):
             name, content = self.named(what)
             if name in table:
@@ -155,7 +169,7 @@ def _preamble(reader: _Reader, file: Path) -> tuple[int, int]:
     return reader.count(), reader.count()
 
 
-def _check_whole(metadata: dict[str, Any], file: Path) -> None:
+def _check_whole(metadata: dict[str, Json], file: Path) -> None:
     parts = metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise CheckpointError(
@@ -164,7 +178,7 @@ def _check_whole(metadata: dict[str, Any], file: Path) -> None:
         )
 
 
-def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
+def _info(reader: _Reader) -> _Info:
     """Return (type, shape, offset) of a tensor. The file stores the last dimension first."""
     dimensions = reader.number(4)
     if not 1 <= dimensions <= 4:
@@ -173,12 +187,13 @@ def _info(reader: _Reader) -> tuple[int, tuple[int, ...], int]:
     return reader.number(4), shape, reader.number(10)
 
 
-def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) -> dict[str, Stored]:
+def _placed(infos: dict[str, _Info], reader: _Reader, alignment: Json, file: Path) -> dict[str, Stored]:
     """Return the tensors with their positions in the file, which must be consecutive, as llama.cpp also requires."""
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {str(alignment)[:20]!r}, which is not a power of two")
     start = end = reader.at + -reader.at % alignment
-    tensors, last = {}, reader.at
+    tensors: dict[str, Stored] = {}
+    last = reader.at
     for name, (number, shape, offset) in infos.items():
         kind, nbytes = _stored_as(name, number, shape, file)
         if offset != end - start:
@@ -191,7 +206,7 @@ def _placed(infos: dict[str, Any], reader: _Reader, alignment: Any, file: Path) 
     return tensors
 
 
-def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> tuple[Any, int]:
+def _stored_as(name: str, number: int, shape: tuple[int, ...], file: Path) -> "tuple[gguf.GGMLQuantizationType, int]":
     """Return a tensor's type and its size in bytes."""
     import gguf  # lazily: the import is slow, and only GGUF files need it
 

@@ -1,3 +1,4 @@
+# pyright: strict
 """A reader that presents GGUF files as Hugging Face tensors, dequantised row by row.
 
 `convert.from_hf` checks the tensors and joins them.
@@ -7,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -93,7 +95,9 @@ def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict
             f"{ROPE_FACTORS} in {header.file} has shape {list(factors.shape)}, expected [{config.head_dim // 2}] by "
             "its metadata; download it again."
         )
-    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[header.metadata["general.architecture"]]
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[
+        cast("str", header.metadata["general.architecture"])
+    ]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     theirs = {ours: names.get_name(ours, try_suffixes=(".weight", ".bias")) for ours in expected}
     found = {ours: (name, left.pop(name)) for ours, name in theirs.items() if name in left}

@@ -1,10 +1,14 @@
+# pyright: strict
 """GGUF tensor types, including those removed from llama.cpp and those newer than the gguf library."""
 
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from convert.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import gguf
 
 # Number -> (name, replacement). See https://github.com/ggml-org/ggml/blob/master/include/ggml.h
 _GONE = {
@@ -19,7 +23,7 @@ _GONE = {
 }
 
 
-def kind(name: str, number: int, file: Path) -> Any:
+def kind(name: str, number: int, file: Path) -> "gguf.GGMLQuantizationType":
     """Return the `gguf.GGMLQuantizationType` of a tensor.
 
     Args:

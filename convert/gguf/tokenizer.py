@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """A builder for the tokenizer that a GGUF file describes.
 
 The model's tokenizer.json is the reference: a vocabulary gives the same ids whichever file it is read from. Control
@@ -6,7 +7,6 @@ tokens, BOS and pre-tokenizer names mean the same as in llama.cpp. Only the defa
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -23,7 +23,7 @@ _SPECIAL = {
 }  # special, even if the file does not mark them
 
 
-def build(header: Header) -> tuple[Tokenizer, dict[str, Any]]:
+def build(header: Header) -> tuple[Tokenizer, dict[str, str]]:
     """Build the tokenizer and the content of tokenizer_config.json.
 
     Raises:
@@ -118,7 +118,7 @@ def _merges(words: Vocabulary) -> list[tuple[str, str]]:
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Return every token pair that joins to a token: by descending score, then by descending length of the parts."""
-    merges = []
+    merges: list[tuple[float, str, str]] = []
     for token, i in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]

@@ -1,12 +1,14 @@
+# pyright: strict
 """A GGUF file's validated tokenizer metadata, from which `convert.gguf.tokenizer` builds a tokenizer."""
 
 import dataclasses
 import math
-from typing import Any
+from typing import TypeVar, cast
 
 from convert.errors import CheckpointError, listing
 from convert.gguf.header import Header
 
+T = TypeVar("T")
 _PREFIX = "tokenizer.ggml."
 _LONGEST_TOKEN = 4096
 # Tokens that end generation in llama.cpp (llama-vocab.cpp, `special_eog_ids`), except those for infilling.
@@ -66,14 +68,14 @@ def vocabulary(header: Header) -> Vocabulary:
     """
     known = _Fields(header)
     known.check_names()
-    tokens = known.get("tokens", list)
+    tokens = cast("list[str] | None", known.get("tokens", list))
     words = Vocabulary(
         kind=known.get("model", str) or "none",
         pre=known.get("pre", str),
         tokens=tokens or [],
-        types=known.get("token_type", list) or [],
-        scores=known.get("scores", list) or [],
-        merges=known.get("merges", list),
+        types=cast("list[int] | None", known.get("token_type", list)) or [],
+        scores=cast("list[float] | None", known.get("scores", list)) or [],
+        merges=cast("list[str] | None", known.get("merges", list)),
         ids={name: i for name, key in IDS.items() if (i := known.get(f"{key}_token_id", int)) is not None},
         add={name: flag for name in ("bos", "eos") if (flag := known.get(f"add_{name}_token", bool)) is not None},
         chat_template=known.get("chat_template", str, "tokenizer."),
@@ -90,13 +92,13 @@ class _Fields:
     def __init__(self, header: Header) -> None:
         self._header = header
 
-    def get(self, name: str, kind: type, prefix: str = _PREFIX) -> Any:
+    def get(self, name: str, kind: type[T], prefix: str = _PREFIX) -> T | None:
         value = self._header.metadata.get(prefix + name)
         if value is not None and type(value) is not kind:
             raise CheckpointError(
                 f"{prefix + name} in {self._header.file} is {str(value)[:40]!r}; expected {kind.__name__}."
             )
-        return value
+        return cast("T | None", value)
 
     def check_names(self) -> None:
         """Reject keys that the gguf library does not know, because they may change the tokenizer."""
@@ -112,7 +114,7 @@ class _Fields:
             )
 
 
-def _is_finite(score: Any) -> bool:
+def _is_finite(score: object) -> bool:
     return isinstance(score, float) and math.isfinite(score)
 
 
@@ -129,7 +131,9 @@ def _fault(words: Vocabulary, known: _Fields) -> str | None:
         return f"has {wrong[0]}_token_id {words.ids[wrong[0]]}, with {count} tokens"
     if len(words.types) not in (0, count) or len(words.scores) not in (0, count):
         return f"has {len(words.types)} token types and {len(words.scores)} scores for {count} tokens"
-    if not all(isinstance(kind, int) for kind in words.types) or not all(map(_is_finite, words.scores)):
+    if not all(isinstance(kind, int) for kind in cast("list[object]", words.types)) or not all(
+        map(_is_finite, words.scores)
+    ):
         return "has token types or scores that are not numbers"
     if words.kind == "gpt2" and words.merges is None:
         return "has no tokenizer.ggml.merges"

@@ -1,1 +1,2 @@
+# pyright: strict
 """Reading and writing of trained draft heads."""

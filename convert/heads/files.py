@@ -1,16 +1,18 @@
+# pyright: strict
 """Common handling of trained-head directories. Pickles in them are never opened."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from convert import weight_files
 from convert.destination import new_directory
 from convert.errors import CheckpointError, listing
+from convert.json_fields import Fields
 from convert.json_file import read_object
 from convert.other_formats import PICKLES
 from convert.safetensors_reader import Tensor, opened
@@ -73,7 +75,7 @@ def _weights(directory: Path) -> Iterable[Path]:
         return directory.glob("*.safetensors")
 
 
-def read_own(directory: Path, kind: str) -> dict[str, Any]:
+def read_own(directory: Path, kind: str) -> Fields:
     """Return the config.json of one of jspec's own drafters.
 
     Raises:
@@ -89,7 +91,7 @@ def read_own(directory: Path, kind: str) -> dict[str, Any]:
 
 
 @contextmanager
-def new_own(destination: Path, kind: str, fields: dict[str, Any]) -> Iterator[Path]:
+def new_own(destination: Path, kind: str, fields: Mapping[str, object]) -> Generator[Path]:
     """Yield a new directory for the weights of one of jspec's own drafters, and add its config.json, atomically.
 
     Raises:
@@ -97,7 +99,7 @@ def new_own(destination: Path, kind: str, fields: dict[str, Any]) -> Iterator[Pa
     """
     with new_directory(destination) as directory:
         yield directory
-        text = json.dumps({"model_type": OWN, "kind": kind} | fields, indent=2)
+        text = json.dumps({"model_type": OWN, "kind": kind} | cast("Fields", fields), indent=2)
         (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -115,7 +117,7 @@ def common_dtype(found: dict[str, Tensor]) -> str | None:
 
 
 def write(
-    destination: str | Path, fields: dict[str, Any], tensors: dict[str, np.ndarray], single: str = SINGLE
+    destination: str | Path, fields: Mapping[str, object], tensors: dict[str, np.ndarray], single: str = SINGLE
 ) -> Path:
     """Write a directory with config.json and one safetensors file, atomically.
 

@@ -1,3 +1,4 @@
+# pyright: strict
 """The configuration of Medusa heads: their sizes, the other fields in their files, and each program's tensor names."""
 
 import dataclasses
@@ -123,7 +124,8 @@ def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, .
 
 def entries(config: MedusaConfig, origin: MedusaOrigin) -> tuple[Entry, ...]:
     """Return an entry for every tensor. Our names are those in a tuple of `jspec.drafters.heads.medusa.MedusaHead`."""
-    size, table = config.hidden_size, []
+    size = config.hidden_size
+    table: list[tuple[str, str, tuple[int, ...]]] = []
     for i in range(config.num_heads):
         for j in range(config.num_blocks):
             theirs = f"{i}.{j}.linear" if origin.layout == "medusa" else f"blocks.{i}.layers.{j}"

@@ -1,3 +1,4 @@
+# pyright: strict
 """Medusa head files: config.json and safetensors, in the layouts of Medusa and vLLM."""
 
 import dataclasses

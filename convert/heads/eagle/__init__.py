@@ -1,1 +1,2 @@
+# pyright: strict
 """EAGLE head files, in the layouts of several programs."""

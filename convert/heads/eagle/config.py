@@ -1,3 +1,4 @@
+# pyright: strict
 """An EAGLE head's configuration, and the other contents of its files."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# pyright: strict
 """EAGLE head files: config.json and safetensors, in the layouts of `convert.heads.eagle.tensor_names`."""
 
 import dataclasses

@@ -1,7 +1,9 @@
+# pyright: strict
 """A parser for an EAGLE head's config.json. It parses or rejects every flag that changes the result."""
 
 import dataclasses
 from collections.abc import Collection
+from typing import cast
 
 from convert.config import LlamaConfig, check_supported, parse_config
 from convert.errors import CheckpointError, listing
@@ -200,12 +202,12 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
 def _ids(place: Fields) -> list[int]:
     ids = place[IDS]
     whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-    if not whole or sorted(set(ids)) != ids:
+    if not whole or sorted(set(cast("list[int]", ids))) != ids:
         raise CheckpointError(
             f"{IDS} is {ids!r}; expected distinct layers in ascending order, as they are read: "
             "restore the head's own config.json."
         )
-    return ids
+    return cast("list[int]", ids)
 
 
 def _usual_features(num_layers: int | None) -> tuple[int, ...]:

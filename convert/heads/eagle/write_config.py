@@ -1,9 +1,10 @@
+# pyright: strict
 """Conversion of an `EagleConfig` to a config.json that sets every flag, because programs have different defaults."""
 
 import dataclasses
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import cast
 
 from convert import config_json as llama_json
 from convert.errors import CheckpointError
@@ -11,6 +12,7 @@ from convert.heads.eagle.config import EagleConfig, EagleOrigin
 from convert.heads.eagle.parse_config import FLAGS, IDS, LAYER, NVIDIA, parse
 from convert.heads.eagle.tensor_names import LAYOUTS
 from convert.json_fields import Fields
+from convert.json_file import Json
 
 FORMATS = ("speculators", "sglang", "eagle")
 
@@ -67,7 +69,7 @@ def _unread(config: EagleConfig, layout: str) -> dict[str, bool]:
 
 def describe(
     config: EagleConfig, layout: str, dtype: str, origin: EagleOrigin | None, names: Collection[str]
-) -> dict[str, Any]:
+) -> Fields:
     """Return the content of a config.json.
 
     Args:
@@ -77,11 +79,11 @@ def describe(
         names: the names of the tensors to write.
     """
     made = _speculators(config) if layout == "speculators" else _flat(config, layout)
-    kept = json.loads(origin.fields) if origin is not None and origin.layout == layout else {}
+    kept: Fields = json.loads(origin.fields) if origin is not None and origin.layout == layout else {}
     if kept:
         merged = _merged(made, kept)
         made = merged if _means(merged, config, names) else made
-    place = made.get(LAYER, made)
+    place = cast("Fields", made.get(LAYER, made))
     for section in (made, place):
         spelled = [key for key in ("dtype", "torch_dtype") if key in section]
         section.update(dict.fromkeys(spelled, dtype))
@@ -101,17 +103,19 @@ def _means(raw: Fields, config: EagleConfig, names: Collection[str]) -> bool:
 def _merged(made: Fields, kept: Fields) -> Fields:
     """Return `made` updated with the fields of `kept`; sections are merged field by field."""
     both = {
-        key: _merged(made[key], value) if isinstance(made.get(key), dict) and isinstance(value, dict) else value
+        key: _merged(cast("Fields", made[key]), value)
+        if isinstance(made.get(key), dict) and isinstance(value, dict)
+        else value
         for key, value in kept.items()
     }
     return {**made, **both}
 
 
 def _flags(config: EagleConfig) -> Fields:
-    return {name: getattr(config, name) for name in FLAGS} | {
+    return cast("Fields", {name: getattr(config, name) for name in FLAGS}) | {
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        IDS: list(config.features),
+        IDS: cast("Json", list(config.features)),
     }
 
 
@@ -122,7 +126,7 @@ def _layer(config: EagleConfig) -> Fields:
 
 def _speculators(config: EagleConfig) -> Fields:
     """Return the fields in the format that vLLM reads."""
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    method: Json = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -148,7 +152,7 @@ def _flat(config: EagleConfig, layout: str) -> Fields:
             "bias": config.fc_bias,
             "qkv_bias": config.layer.qkv_bias,
         }
-    inner = {
+    inner: Json = {
         IDS: [i - 1 for i in config.features],
         "use_aux_hidden_state": True,
         "norm_before_fc": config.norm_before_fc,
