@@ -1,6 +1,7 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownVariableType=false
 """Results that support forward-mode differentiation only, with a clear error in reverse mode."""
 
-from typing import Any
+from typing import NoReturn
 
 import jax
 from jax import Array
@@ -28,7 +29,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return primals[0], _tangent_p.bind(tangents[0])
 
 
-def _refuse(*_: Any) -> Any:
+def _refuse(*_: object) -> NoReturn:
     raise ValueError(_ERROR)
 
 

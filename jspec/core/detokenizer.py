@@ -1,8 +1,10 @@
+# pyright: strict
 """Incremental detokenization: the text that each new token adds after a prompt."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+
+from jspec.core.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"  # stands for bytes that do not form a character, or do not form one yet
 _LONGEST = 4  # bytes in a UTF-8 character, and therefore the most tokens that one can be split over
@@ -32,7 +34,7 @@ class Pieces:
             character that the prompt leaves incomplete.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), shows_prompt: bool = True):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), shows_prompt: bool = True):
         self._tokenizer = tokenizer
         context, self._pending = self._split(list(prompt))
         self._begin(context)
@@ -128,7 +130,8 @@ class Pieces:
 
     def _without_last_special(self, prompt: list[int]) -> list[int]:
         """Return the prompt without the special tokens among the last tokens, which may share one character."""
-        last, start = [], len(prompt)
+        last: list[int] = []
+        start = len(prompt)
         while start and len(last) < _LONGEST:
             start -= 1
             last += [] if self._is_special(prompt[start]) else [prompt[start]]
@@ -141,7 +144,7 @@ class Pieces:
         return _decode(self._tokenizer, tokens)
 
 
-def pieces(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
+def pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
     """Return the text that each of `tokens` adds after `prompt`. See `Pieces`."""
     detokenizer = Pieces(tokenizer, prompt)
     return [detokenizer.add(token, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1)]
@@ -153,7 +156,7 @@ def _after(given: str, text: str) -> str:
     return text[sum(1 for _ in same) :]
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+def _decode(tokenizer: Tokenizer, tokens: list[int], skip_special_tokens: bool = True) -> str:
     if not tokens:
         return ""
     return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

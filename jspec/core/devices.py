@@ -1,7 +1,8 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """The devices that predictions support, with their published specifications, and detection of the local device."""
 
 import dataclasses
-from typing import Any
+from typing import Protocol, cast
 
 # The fixed overhead of a kernel in seconds, also within a GPU's command buffer. Assumed; an H200 takes 2.1 us.
 LAUNCH = 2e-6
@@ -64,7 +65,7 @@ def find(device: str | Device | None = None) -> Device:
     if device is None:
         import jax  # imported here, because `bench.devices` configures JAX before it starts
 
-        return _here(jax.devices()[0])
+        return _here(cast("_Found", jax.devices()[0]))
     if not isinstance(device, str):
         raise TypeError(f"device is of type {type(device).__name__}; pass a name or a jspec.core.devices.Device.")
     if device not in DEVICES:
@@ -72,7 +73,17 @@ def find(device: str | Device | None = None) -> Device:
     return DEVICES[device]
 
 
-def _here(found: Any) -> Device:
+class _Found(Protocol):
+    """A device as JAX describes it."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def compute_capability(self) -> str: ...
+
+
+def _here(found: _Found) -> Device:
     for device in DEVICES.values():
         if found.device_kind in (device.title, *device.kinds):
             return device
@@ -87,7 +98,7 @@ def is_before_ampere() -> bool:
     import jax
 
     try:
-        found = jax.local_devices(backend="cuda")
+        found = cast("list[_Found]", jax.local_devices(backend="cuda"))
     except RuntimeError:  # no NVIDIA GPU
         return False
     return any(float(device.compute_capability) < 8 for device in found)

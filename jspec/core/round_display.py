@@ -1,3 +1,4 @@
+# pyright: strict
 """A round-by-round picture of a generation, as in Figure 1 of Leviathan et al. 2023, for any drafter and tree.
 
 Each line shows one round: the accepted draft tokens, followed by the correction of the first rejected token or by the
@@ -6,20 +7,38 @@ appear in the line itself, and rejected branches below it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from jax import Array
 from rich.text import Text
 
 from jspec.core.detokenizer import pieces
 from jspec.core.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
+from jspec.core.tokenizer import Tokenizer
 
 _REFUSED = "strike bright_black"
 # A control character in the text could recolour or overwrite the terminal, and a line break would look like a round.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
 
 
-def picture(tokenizer: Any, tokens: Sequence[int], origins: Sequence[int], record: Any = None) -> Text:
+class Record(Protocol):
+    """One request's row of a `jspec.core.types.Record`."""
+
+    @property
+    def tokens(self) -> Array: ...
+
+    @property
+    def parents(self) -> Array: ...
+
+    @property
+    def fates(self) -> Array: ...
+
+    @property
+    def counts(self) -> Array: ...
+
+
+def picture(tokenizer: Tokenizer, tokens: Sequence[int], origins: Sequence[int], record: Record | None = None) -> Text:
     """Return a picture of one request's rounds.
 
     Args:
@@ -58,7 +77,7 @@ def _append(text: Text, parts: Sequence[str], style: str) -> None:
     text.append("".join(parts).translate(_VISIBLE), style)
 
 
-def _rounds(origins: Sequence[int], record: Any) -> Iterator[tuple[int, int]]:
+def _rounds(origins: Sequence[int], record: Record | None) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each round's tokens. A round ends after its first token that is not accepted."""
     if record is not None:
         ends = np.cumsum(record.counts[record.counts > 0])
@@ -84,7 +103,7 @@ class _Branch(NamedTuple):
 class _Guesses:
     """The draft tree of one round."""
 
-    def __init__(self, tokenizer: Any, before: Sequence[int], record: Any, number: int):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], record: Record, number: int):
         self.tokenizer, self.before = tokenizer, [*before]
         self.tokens, self.parents, self.fates = (
             np.asarray(part[number]) for part in (record.tokens, record.parents, record.fates)

@@ -1,6 +1,8 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Reads and writes of batch rows, each at its own position."""
 
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -56,16 +58,18 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
 
     def together(counts: Array, tokens: Array, more: Array) -> Array:
         # Add row by row. If the row were an index, devices that share the batch would exchange the counts.
-        return jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more)
+        return cast("Array", jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more))
 
     def by_token(counts: Array, tokens: Array, more: Array) -> Array:
         meant = tokens[..., None] == jnp.arange(counts.shape[-1])[None, None]
         return counts + jnp.where(meant, more[..., None], 0).sum(axis=1, dtype=counts.dtype)
 
-    return lax.platform_dependent(counts, tokens, more, tpu=by_token, default=together)
+    return cast("Array", lax.platform_dependent(counts, tokens, more, tpu=by_token, default=together))
 
 
-def _by_platform(count: int, together: Callable, one_by_one: Callable, *arguments: Array) -> Array:
+def _by_platform(
+    count: int, together: Callable[..., Array], one_by_one: Callable[..., Array], *arguments: Array
+) -> Array:
     """Run `one_by_one` on TPUs if there are few rows, else `together`.
 
     On TPUs a gather or scatter over rows is a loop that processes one row at a time and waits after each. If several
@@ -73,4 +77,4 @@ def _by_platform(count: int, together: Callable, one_by_one: Callable, *argument
     """
     if count > _UNROLLED:
         return together(*arguments)
-    return lax.platform_dependent(*arguments, tpu=one_by_one, default=together)
+    return cast("Array", lax.platform_dependent(*arguments, tpu=one_by_one, default=together))

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """The pipeline from logits to the distribution that a token is sampled from.
 
 Target and draft use the same pipeline, in both plain and speculative decoding. Transforms apply in the same order as in
@@ -8,19 +9,22 @@ over the bits of a float, which is exact and avoids sorting the vocabulary.
 
 import dataclasses
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from jspec.core.probs import at_tokens
 from jspec.core.row_ops import prefix_mask, tally
 from jspec.core.sharding import vary_like
-from jspec.core.types import pytree
+from jspec.core.types import PyTree, pytree
+
+PerRequest: TypeAlias = ArrayLike | Sequence[float]  # one number for all requests, or one for each
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -49,20 +53,20 @@ class SamplingParams:
         draft_top_p: the draft's top-p. None uses the target's. It affects speed, never the distribution.
     """
 
-    temperature: Any = 1.0
-    top_k: Any = 0
-    top_p: Any = 1.0
-    min_p: Any = 0.0
-    repetition_penalty: Any = 1.0
-    presence_penalty: Any = 0.0
-    frequency_penalty: Any = 0.0
-    logit_bias: Any = None
-    max_tokens: Any = 0
-    min_tokens: Any = 0
-    draft_temperature: Any = None
-    draft_top_p: Any = None
+    temperature: PerRequest = 1.0
+    top_k: PerRequest = 0
+    top_p: PerRequest = 1.0
+    min_p: PerRequest = 0.0
+    repetition_penalty: PerRequest = 1.0
+    presence_penalty: PerRequest = 0.0
+    frequency_penalty: PerRequest = 0.0
+    logit_bias: PerRequest | Sequence[Sequence[float]] | None = None
+    max_tokens: PerRequest = 0
+    min_tokens: PerRequest = 0
+    draft_temperature: PerRequest | None = None
+    draft_top_p: PerRequest | None = None
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, PyTree], ...], tuple[str, ...]]:
         """Return the temperature and the fields that are not at their defaults.
 
         The trace can then tell which filters are off. Parameters from `tree_unflatten` keep their children, whatever
@@ -75,7 +79,7 @@ class SamplingParams:
         return tuple((jax.tree_util.GetAttrKey(name), fields[name]) for name in children), children
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[Any]) -> "SamplingParams":
+    def tree_unflatten(cls, names: tuple[str, ...], values: Iterable[PyTree]) -> "SamplingParams":
         """Return the parameters that have these children, with all other fields at their defaults."""
         params = cls(**dict(zip(names, values, strict=True)))
         object.__setattr__(params, "_children", names)
@@ -90,7 +94,7 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-def _is_default(name: str, value: Any) -> bool:
+def _is_default(name: str, value: object) -> bool:
     """Return whether a field holds its default, as a plain number or None. Device arrays are not read."""
     default = getattr(SamplingParams, name)
     if value is None or default is None:
@@ -102,14 +106,14 @@ def _is_default(name: str, value: Any) -> bool:
 class LogitsTransforms:
     """`SamplingParams` as the program accepts them: numbers or arrays, and None for fields that are left out."""
 
-    temperature: Any
-    top_k: Any
-    tail_mass: Any  # 1 - top_p
-    min_p: Any
-    repetition: Any
-    presence: Any
-    frequency: Any
-    bias: Any
+    temperature: Any  # an array once the program runs, whose rows drafters index
+    top_k: float | Array | np.ndarray | None
+    tail_mass: float | Array | np.ndarray | None  # 1 - top_p
+    min_p: float | Array | np.ndarray | None
+    repetition: float | Array | np.ndarray | None
+    presence: float | Array | np.ndarray | None
+    frequency: float | Array | np.ndarray | None
+    bias: Array | np.ndarray | None
 
     @property
     def penalised(self) -> bool:
@@ -131,7 +135,7 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
     A filter is left out if its value is a plain number that disables it.
     """
 
-    def unless(off: float, value: Any) -> Any:
+    def unless(off: float, value: PerRequest) -> Array | np.ndarray | None:
         value = _float32(value)
         return None if isinstance(value, np.ndarray) and value.ndim == 0 and value == off else value
 
@@ -139,7 +143,7 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
         temperature=_float32(params.temperature),
         top_k=unless(0, params.top_k),
         # A plain number is subtracted in double precision, as in transformers.
-        tail_mass=unless(0.0, 1.0 - params.top_p),
+        tail_mass=unless(0.0, 1.0 - cast("float | Array", params.top_p)),
         min_p=unless(0.0, params.min_p),
         repetition=unless(1.0, params.repetition_penalty),
         presence=unless(0.0, params.presence_penalty),
@@ -148,7 +152,7 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
     )
 
 
-def _float32(value: Any) -> Any:
+def _float32(value: PerRequest | Sequence[Sequence[float]]) -> Array | np.ndarray:
     """Convert numbers and NumPy arrays to float32, so that 0 after 0.5 does not recompile. Keep JAX arrays."""
     return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
@@ -276,7 +280,7 @@ def _law(logits: Array, transforms: LogitsTransforms) -> Array:
     return jnp.where(jnp.isfinite(largest), probs, 0)
 
 
-def _kth_largest(values: Array, k: Array) -> Array:
+def _kth_largest(values: Array, k: float | Array | np.ndarray) -> Array:
     """Return the k-th largest of ``values[V]``, or -inf if k is 0 or above V."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     # Flip all bits of negative floats and the sign bit of the others, so that unsigned order equals float order.
@@ -286,10 +290,10 @@ def _kth_largest(values: Array, k: Array) -> Array:
     return jnp.where((k > 0) & (k <= values.size), kth, -jnp.inf)
 
 
-def _nucleus(probs: Array, tail_mass: Array) -> Array:
+def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
     """Return a mask of the tokens that top-p keeps. The least likely are dropped (ties by index) up to `tail_mass`."""
     bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
-    below = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
+    below: Callable[[Array], Array] = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
     threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
     tied = bits == threshold
     dropped_with_ties = below(threshold) + jnp.cumsum(jnp.where(tied, probs, 0))
@@ -298,7 +302,7 @@ def _nucleus(probs: Array, tail_mass: Array) -> Array:
     return keep | (~jnp.any(keep) & (jnp.arange(probs.size) == last_largest))
 
 
-def _largest_where(holds: Any, values: Array) -> Array:
+def _largest_where(holds: Callable[[Array], Array], values: Array) -> Array:
     """Return the largest uint32 for which `holds`, a test of `values`, is true. It must be false for larger ones."""
 
     def try_bit(i: Array, found: Array) -> Array:
@@ -306,4 +310,4 @@ def _largest_where(holds: Any, values: Array) -> Array:
         candidate = found | (jnp.uint32(1 << 31) >> jnp.asarray(i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, found)
 
-    return lax.fori_loop(0, 32, try_bit, vary_like(jnp.uint32(0), values))
+    return cast("Array", lax.fori_loop(0, 32, try_bit, vary_like(jnp.uint32(0), values)))

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Support for arrays on several devices: running one program on any mesh, and placing a model's weights.
 
 If a mesh has automatic axes, XLA divides the work and the program needs no annotations. Explicit axes are part of every
@@ -6,19 +7,22 @@ gather is divided, and that a loop's initial values may vary. This module makes 
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jspec.core.types import PyTree
+
+T = TypeVar("T")
 # The placement of arrays: one sharding for all, or a function of a name and a shape, such as "norm.weight" and (64,).
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
 
-def on_any_mesh(program: Callable) -> Callable:
+def on_any_mesh(program: Callable[..., T]) -> Callable[..., T]:
     """Wrap ``program(target, drafter, tokens, ...)``, which is to be jitted, so that it accepts arrays on any mesh.
 
     Inside the program, explicit axes become automatic. Under `jax.shard_map`, all arguments vary along the same axes.
@@ -29,7 +33,7 @@ def on_any_mesh(program: Callable) -> Callable:
     """
 
     @functools.wraps(program)
-    def run(target: Any, drafter: Any, tokens: Any, *others: Any, **options: Any) -> Any:
+    def run(target: PyTree, drafter: PyTree, tokens: Array, *others: PyTree, **options: object) -> T:
         _check_manual_axes()
         arguments = target, drafter, tokens, *others
         arguments = vary_like(arguments, arguments)
@@ -38,7 +42,9 @@ def on_any_mesh(program: Callable) -> Callable:
         if mesh is None:
             return program(*arguments, **options)
         rows = NamedSharding(mesh, PartitionSpec(*jax.typeof(tokens).sharding.spec[:1]))
-        return jax.sharding.auto_axes(program, axes=mesh.explicit_axes, out_sharding=rows)(*arguments, **options)
+        return cast("Callable[..., T]", jax.sharding.auto_axes(program, axes=mesh.explicit_axes, out_sharding=rows))(
+            *arguments, **options
+        )
 
     return run
 
@@ -59,16 +65,16 @@ def _check_manual_axes() -> None:
         )
 
 
-def vary_like(tree: Any, like: Any) -> Any:
+def vary_like(tree: T, like: PyTree) -> T:
     """Return `tree`, typed as varying over all axes along which any leaf of `like` varies.
 
     This is for a loop's initial values. Values do not change. Outside `jax.shard_map`, types do not change either.
     """
-    axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(like)))
+    axes = frozenset[Hashable]().union(*map(_varying, jax.tree.leaves(like)))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)
 
 
-def _varying(leaf: Any) -> frozenset:
+def _varying(leaf: Array) -> frozenset[Hashable]:
     """Return the axes of a `jax.shard_map` along which the leaf may vary."""
     return jax.typeof(leaf).manual_axis_type.varying
 
@@ -102,7 +108,7 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
     return divide
 
 
-def check_placement(sharding: Any) -> None:
+def check_placement(sharding: object) -> None:
     """Raise TypeError unless `sharding` is a `Placement`."""
     if isinstance(sharding, type) or not (isinstance(sharding, Sharding) or callable(sharding)):
         raise TypeError(
@@ -118,7 +124,7 @@ def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
         TypeError: the function returned a value that is not a sharding.
         ValueError: the sharding cannot divide the array evenly.
     """
-    where = sharding if isinstance(sharding, Sharding) else sharding(name, array.shape)
+    where = sharding if isinstance(sharding, Sharding) else cast("object", sharding(name, array.shape))
     if not isinstance(where, Sharding):
         raise TypeError(f"sharding must return a jax.sharding.Sharding for every weight; got {where!r} for {name}.")
     try:

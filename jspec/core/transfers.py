@@ -3,7 +3,7 @@
 
 import contextlib
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -24,13 +24,13 @@ def explicit_transfers() -> Generator[None]:
         yield
 
 
-def values_if_known(x: Any) -> np.ndarray | None:
+def values_if_known(x: object) -> np.ndarray | None:
     """Return `x` as a NumPy array, or None if it is traced, still being computed, or not fully addressable."""
     on_device: Any = x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
-    return None if on_device is not None and not on_device.is_ready() else values(x)
+    return None if on_device is not None and not on_device.is_ready() else values(cast("object", x))
 
 
-def values(x: Any) -> np.ndarray | None:
+def values(x: object) -> np.ndarray | None:
     """Return `values_if_known`, but wait for values that are still being computed."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None

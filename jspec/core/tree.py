@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class Branches:
         return {} if branches is None else {"branches": branches}
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, numbers.Integral)
 
 

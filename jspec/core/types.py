@@ -24,6 +24,7 @@ from jspec.core.origins import BONUS as BONUS
 from jspec.core.origins import CORRECTED as CORRECTED
 from jspec.core.origins import NO_DRAFT as NO_DRAFT
 from jspec.core.origins import PADDING as PADDING
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
 from jspec.core.tree import DynamicTree, Tree
 
@@ -32,7 +33,7 @@ Class = TypeVar("Class", bound=type[Any])
 PyTree: TypeAlias = Any
 
 
-def check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
@@ -51,7 +52,7 @@ def same_but_for_padding(size: int, other: int) -> bool:
     return size == other or longer_by_padding(size, other) or longer_by_padding(other, size)
 
 
-def check_between(name: str, value: Any, low: float, high: float) -> None:
+def check_between(name: str, value: object, low: float, high: float) -> None:
     """Raise ValueError unless ``low < value <= high``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low < float(value) <= high:
         raise ValueError(f"{name} must be a number above {low} and at most {high}; got {value!r}.")
@@ -89,7 +90,7 @@ class Draft:
     """
 
     tokens: Array
-    probs: Any
+    probs: Any  # an array, or None: each rule declares which it reads
     tree: Tree | DynamicTree | None = None
     valid: Array | None = None
 
@@ -181,7 +182,7 @@ class Stats:
         return _quotient(self.accepted + self.rounds, self.rounds)
 
 
-def _quotient(part: Any, whole: Any) -> Any:
+def _quotient(part: Array, whole: Array) -> Array:
     """Return ``part / whole`` in float32, or NaN if `whole` is 0, as the same kind of array (NumPy or JAX)."""
     numpy = whole.__array_namespace__()
     with jax.debug_nans(False), explicit_transfers():  # NaN is a valid result here
@@ -234,7 +235,7 @@ class Output:
     stats: Stats
     record: Record | None = None
 
-    def show(self, tokenizer: Any, row: int = 0) -> None:
+    def show(self, tokenizer: Tokenizer, row: int = 0) -> None:
         """Print one request's rounds, with each token coloured by its origin. In a notebook, the output is HTML.
 
         If ``record=True`` was given, the rejected draft tokens are also shown, as in Figure 1 of Leviathan et al. 2023.
