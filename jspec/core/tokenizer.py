@@ -17,6 +17,8 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def special_tokens_map(self) -> Mapping[str, object]: ...
     def __call__(
         self, text: str | list[str], /, add_special_tokens: bool = True, verbose: bool = True
     ) -> Mapping[str, Any]:

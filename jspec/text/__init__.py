@@ -1,3 +1,4 @@
+# pyright: strict
 """Text input and output: tokenizers, random keys from a seed, and detokenization.
 
 Modules that accept or return text import this package. Modules that run the decoding loop do not.
@@ -8,7 +9,7 @@ import numbers
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -16,8 +17,10 @@ import convert
 from convert import placeholders
 from jspec.core.detokenizer import Pieces as Pieces
 from jspec.core.detokenizer import pieces as pieces
+from jspec.core.tokenizer import Tokenizer
 from jspec.text import tokenizer_file
 from jspec.text.end_of_turn import end_of_turn
+from jspec.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from jax import Array
@@ -31,7 +34,7 @@ EXAMPLE_PROMPTS = [
 ]
 
 
-def load_tokenizer(source: str | os.PathLike) -> Any:
+def load_tokenizer(source: str | os.PathLike[str]) -> TokenizerFile:
     """Return the tokenizer of a checkpoint.
 
     Args:
@@ -62,13 +65,14 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
         raise convert.CheckpointError(f"The tokenizer in {directory} cannot be read: {reason}.") from error
 
 
-def _without_tokenizer_json(directory: Path) -> Any:
+def _without_tokenizer_json(directory: Path) -> TokenizerFile:
     """Return a SentencePiece model's tokenizer, or the one that transformers builds from other files."""
     if (directory / "tokenizer.model").is_file():
         try:
             return tokenizer_file.from_sentencepiece(directory)
         except convert.CheckpointError as error:
             _check_packages(str(error).rstrip("."))
+    # It has all methods of TokenizerFile.
     return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
@@ -84,7 +88,7 @@ def _check_packages(reason: str) -> None:
         )
 
 
-def check_same_tokenizer(target: Any, draft: Any) -> None:
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     """Raise ValueError unless the draft's token ids stand for the same tokens as the target's.
 
     Raises:
@@ -100,10 +104,15 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
         )
 
 
-def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+class _Model(Protocol):
+    @property
+    def config(self) -> "convert.LlamaConfig": ...
+
+
+def eos_ids(model: _Model, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the EOS ids: those of the model and the tokenizer, and the chat template's end-of-turn token."""
     known = {*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
-    return tuple(sorted(i for i in known if 0 <= i < model.config.vocab_size))
+    return tuple(sorted(i for i in cast("set[int]", known) if 0 <= i < model.config.vocab_size))
 
 
 def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:

@@ -1,17 +1,20 @@
+# pyright: strict, reportUnknownArgumentType=false
 """Encoding of prompts as one ragged batch: text, token ids, or conversations rendered by the model's chat template."""
 
 import dataclasses
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.text.template_variables import check_variables
 
 # Text, token ids, or a conversation whose messages have "role" and "content".
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
 ROLES = ("system", "user", "assistant", "tool")
 _LEAST_WIDTH = 32
 _LEAST_NEW = 128
@@ -31,30 +34,33 @@ class Batch:
     lengths: np.ndarray
 
 
-def listed(prompts: Any) -> list[Any]:
+def listed(prompts: object) -> list[Prompt]:
     """Return a list of prompts. A single prompt (text, token ids or a conversation) becomes a list of one.
 
     Arrays count as lists.
     """
     rows = _plain(prompts)
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
-        return [rows]
-    rows = [_plain(one) for one in rows]
+        return [cast("Prompt", rows)]
+    rows = [_plain(one) for one in cast("Iterable[object]", rows)]
     alone = rows and all(isinstance(one, Mapping) or _is_id(one) for one in rows)
-    return [rows] if alone else rows
+    return cast("list[Prompt]", [rows] if alone else rows)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
-def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any] | None = None) -> Batch:
+def encode(
+    tokenizer: Tokenizer | None, prompts: Sequence[Prompt], template: Mapping[str, object] | None = None
+) -> Batch:
     """Encode `prompts` as one batch.
 
     If the tokenizer adds a BOS token, every text prompt gets exactly one, even if it already starts with one. A
     conversation gets only the BOS that its template writes.
 
     Args:
+        tokenizer: the model's tokenizer. It may be None if all prompts are token ids.
         template: chat-template variables for every conversation.
 
     Raises:
@@ -67,7 +73,10 @@ def encode(tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any
         raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave it out.")
     several = len(prompts) > 1
     places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
-    rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
+    rows = [
+        _ids(cast("Tokenizer", tokenizer), prompt, place, variables)
+        for prompt, place in zip(prompts, places, strict=True)
+    ]
     if not rows:
         raise ValueError("There are no prompts; give at least one.")
     tokens = np.zeros((len(rows), _bucket(max(map(len, rows)), _LEAST_WIDTH)), np.int32)
@@ -88,12 +97,12 @@ def room(wanted: int, batch: Batch, positions: int) -> int:
     return next((size for size in sizes if wanted <= size <= most), wanted)
 
 
-def is_conversation(prompt: Prompt) -> bool:
+def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     """Return whether the prompt is a list of messages, whether or not they are well-formed."""
     return _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt)
 
 
-def check_conversation(messages: Sequence[Any], place: str) -> None:
+def check_conversation(messages: Sequence[Message], place: str) -> None:
     """Reject a conversation that a template would garble or silently drop, or that ends with an assistant message.
 
     Raises:
@@ -106,10 +115,10 @@ def check_conversation(messages: Sequence[Any], place: str) -> None:
         raise ValueError(f"{place} ends with an assistant message; end with a message to answer.")
 
 
-def check_messages(messages: Sequence[Any], place: str) -> None:
+def check_messages(messages: Sequence[object], place: str) -> None:
     """Check each message on its own, as part of `check_conversation`."""
     for i, message in enumerate(messages):
-        fields = message if isinstance(message, Mapping) else {}
+        fields: Message = cast("Message", message) if isinstance(message, Mapping) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise ValueError(
                 f"{place}, message {i} is {reprlib.repr(message)}; expected an object with two strings, "
@@ -121,7 +130,7 @@ def check_messages(messages: Sequence[Any], place: str) -> None:
             )
 
 
-def _ids(tokenizer: Any, prompt: Prompt, place: str, variables: Mapping[str, Any]) -> list[int]:
+def _ids(tokenizer: Tokenizer, prompt: Prompt, place: str, variables: Mapping[str, object]) -> list[int]:
     if isinstance(prompt, str):
         ids = _once(tokenizer, _checked(prompt, place))
     elif is_conversation(prompt):
@@ -129,7 +138,7 @@ def _ids(tokenizer: Any, prompt: Prompt, place: str, variables: Mapping[str, Any
         text = rendered(tokenizer, prompt, place, variables=variables)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     elif _is_list(prompt) and all(map(_is_id, prompt)):
-        ids = [operator.index(i) for i in prompt]  # pyright: ignore[reportArgumentType]
+        ids = [operator.index(i) for i in cast("Sequence[int]", prompt)]
         if far := [i for i in ids if not 0 <= i < 2**31]:
             raise ValueError(
                 f"{place} has the id {far[0]}, outside any vocabulary; give ids from the model's tokenizer."
@@ -151,7 +160,7 @@ def _checked(text: str, place: str) -> str:
     return text
 
 
-def _once(tokenizer: Any, text: str) -> list[int]:
+def _once(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the text's ids, without the tokenizer's BOS if the text already has one, such as a chat template's."""
     ids, start = tokenizer(text, verbose=False)["input_ids"], tokenizer.bos_token_id
     if start is None or ids[:2] != [start, start]:
@@ -161,11 +170,11 @@ def _once(tokenizer: Any, text: str) -> list[int]:
 
 
 def rendered(
-    tokenizer: Any,
-    messages: Any,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
     place: str,
     add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
 ) -> str:
     """Return the messages rendered by the chat template.
 
@@ -182,7 +191,7 @@ def rendered(
         )
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:
-        text = tokenizer.apply_chat_template(list(messages), **options)
+        text = tokenizer.apply_chat_template(cast("list[dict[str, Any]]", list(messages)), **options)
     except Exception as error:  # a template is a program, which can fail in any way
         raise ValueError(f"{place} is rejected by the model's chat template: {_reason(error)}") from error
     return _checked(text, place)
@@ -197,11 +206,11 @@ def _reason(error: Exception) -> str:
     return words if words and isinstance(error, TemplateError) else f"{type(error).__name__} {words}".strip()
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

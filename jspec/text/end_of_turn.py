@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false
 """The token that a chat template puts after an assistant's message.
 
 A chat model ends its answers with this token, whether or not its files call it an EOS.
@@ -5,31 +6,32 @@ A chat model ends its answers with this token, whether or not its files call it 
 
 import functools
 import re
-from typing import Any
+
+from jspec.core.tokenizer import Tokenizer
 
 _ANSWER = "jspec-answer"
 _CHAT = [{"role": "user", "content": "jspec-question"}, {"role": "assistant", "content": _ANSWER}]
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # marks answers for training; not supported by jinja2
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Return the id of the special token that the chat template ends an answer with, or None."""
     template = getattr(tokenizer, "chat_template", None)
     return _end_of_turn(tokenizer, template) if isinstance(template, str) else None
 
 
 @functools.lru_cache(maxsize=16)
-def _end_of_turn(tokenizer: Any, template: str) -> int | None:
+def _end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
     try:
         text = _rendered(tokenizer, template)
     except Exception:  # templates may raise anything, and may reject this conversation
         return None
     _, found, after = text.rpartition(_ANSWER)
-    ids = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"] if found else []
+    ids: list[int] = tokenizer(after.lstrip(), add_special_tokens=False, verbose=False)["input_ids"] if found else []
     return ids[0] if ids and _is_special(tokenizer, ids[0]) and after.strip() else None
 
 
-def _rendered(tokenizer: Any, template: str) -> str:
+def _rendered(tokenizer: Tokenizer, template: str) -> str:
     """Return the conversation as rendered by the template.
 
     Transformers would render it identically, but importing transformers takes seconds.
@@ -40,7 +42,7 @@ def _rendered(tokenizer: Any, template: str) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: ""}
-    options = {"messages": _CHAT, "tools": None, "documents": None, "add_generation_prompt": False}
+    options: dict[str, object] = {"messages": _CHAT, "tools": None, "documents": None, "add_generation_prompt": False}
     options |= tokenizer.special_tokens_map
     return environment.from_string(_GENERATION.sub("", template)).render(options)
 
@@ -49,7 +51,7 @@ def _refuse(message: str) -> None:
     raise ValueError(message)
 
 
-def _is_special(tokenizer: Any, token: int) -> bool:
+def _is_special(tokenizer: Tokenizer, token: int) -> bool:
     shown, whole = (
         tokenizer.decode([token], skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         for skip in (True, False)

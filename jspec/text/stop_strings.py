@@ -1,10 +1,11 @@
+# pyright: strict
 """Conversion of tokens to text that is safe to show, without partial characters or possible starts of stop strings."""
 
 import bisect
 from collections.abc import Sequence
-from typing import Any
 
 from jspec.core.detokenizer import Pieces
+from jspec.core.tokenizer import Tokenizer
 
 
 class StopAwareDetokenizer:
@@ -27,7 +28,7 @@ class StopAwareDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         prompt: Sequence[int],
         stop: Sequence[str] = (),
         keeps_stop: bool = False,

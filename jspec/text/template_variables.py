@@ -1,8 +1,9 @@
+# pyright: strict
 """Chat-template variables that callers set, such as ``enable_thinking``."""
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 # Names that jspec sets itself, and options of transformers' `apply_chat_template` that are not template variables.
 _RESERVED = {
@@ -12,7 +13,7 @@ _RESERVED = {
 }
 
 
-def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
+def check_variables(name: str, variables: object, reserved: tuple[str, ...] = ()) -> dict[str, object]:
     """Validate `variables` and return them as a dict. None gives an empty dict.
 
     Names that the template does not use are accepted, because a template may look up variables in any way.
@@ -31,7 +32,7 @@ def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -
             f"{name} is {reprlib.repr(variables)}; expected chat-template variables by name, such as "
             f"{{'enable_thinking': False}}."
         )
-    for key in variables:
+    for key in cast("Mapping[object, object]", variables):
         if not isinstance(key, str) or not key.isidentifier():
             raise ValueError(
                 f"{name} holds {reprlib.repr(key)}; expected a name that a template can use, made of letters, "
@@ -39,4 +40,4 @@ def check_variables(name: str, variables: Any, reserved: tuple[str, ...] = ()) -
             )
         if key in _RESERVED or key in reserved:
             raise ValueError(f"{name} holds {key!r}, which is not a variable that callers may set; leave it out.")
-    return dict(variables)
+    return dict(cast("Mapping[str, object]", variables))

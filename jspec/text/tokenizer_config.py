@@ -1,11 +1,15 @@
+# pyright: strict
 """Tokenizer settings from files other than tokenizer.json: named special tokens, added tokens and the chat template."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from tokenizers import AddedToken
+
+from convert.json_fields import Fields
+from convert.json_file import Json
 
 _NO_DEFAULT = "{{{{ raise_exception('the tokenizer has the chat templates {names}, but none is the default') }}}}"
 
@@ -46,22 +50,22 @@ def read(directory: Path) -> TokenizerConfig:
     # A folder may leave both tokens to its tokenizer's class. config.json then has their ids.
     model = {} if {"bos_token", "eos_token"} <= fields.keys() else _object(directory / "config.json")
     ids = {name: model.get(f"{name}_id") for name in ("bos_token", "eos_token") if name not in fields}
-    special = {*named.values(), *map(_text, fields.get("additional_special_tokens") or [])}
+    special = {*named.values(), *map(_text, cast("list[Json]", fields.get("additional_special_tokens") or []))}
     return TokenizerConfig(
         named=named,
         ids={name: i for name, i in ids.items() if type(i) is int},
         adds={name: flag for name in ("bos", "eos") if isinstance(flag := config.get(f"add_{name}_token"), bool)},
-        added={int(i): _added(value, special) for i, value in added.items()},
+        added={int(i): _added(cast("Fields", value), special) for i, value in cast("Fields", added).items()},
         chat_template=_chat_template(directory, config),
     )
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> Fields:
     """Return the contents of a JSON file, or an empty object if the file does not exist."""
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = cast("Json", json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file.name} is not JSON ({error})") from error
     if not isinstance(content, dict):
@@ -69,21 +73,23 @@ def _object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _text(token: Any) -> str | None:
+def _text(token: Json) -> str | None:
     """Return a token's text. The token may be an object with flags."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
-def _added(value: Any, special: set[str | None]) -> AddedToken:
+def _added(value: Fields, special: set[str | None]) -> AddedToken:
     flags = {
         name: value[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in value
     }
     content = value["content"]
-    return AddedToken(content, **{"special": content in special, "normalized": content not in special} | flags)
+    return AddedToken(
+        cast("str", content), **{"special": content in special, "normalized": content not in special} | flags
+    )
 
 
-def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
+def _chat_template(directory: Path, config: Fields) -> str | None:
     """Return the default chat template. Templates in separate files replace those in the config."""
     templates = config.get("chat_template")
     if isinstance(templates, list):

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Tokenizers read from tokenizer.json or a GGUF file.
 
 The tokenizers library uses these files without changes. Some tokenizer classes in transformers instead rebuild the
@@ -8,7 +9,7 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +46,7 @@ class TokenizerFile:
         special_tokens_map: the text of each named token ("bos_token", "eos_token" and the like), by name.
     """
 
-    def __init__(self, inner: Tokenizer, named: Mapping[str, Any], chat_template: str | None) -> None:
+    def __init__(self, inner: Tokenizer, named: Mapping[str, object], chat_template: str | None) -> None:
         inner.no_truncation()
         inner.no_padding()
         self._inner, self.chat_template = inner, chat_template
@@ -69,17 +70,17 @@ class TokenizerFile:
         return self(text, add_special_tokens)["input_ids"]
 
     def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+        self, ids: Iterable[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
         """Return the text of `ids`. Spaces stay as the model generated them."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, Any]],
+        conversation: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = False,
         tokenize: bool = True,
-        **template: Any,
+        **template: object,
     ) -> dict[str, Any] | str:
         """Render the messages as text, and return the text or its ids.
 
