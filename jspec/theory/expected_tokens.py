@@ -1,3 +1,4 @@
+# pyright: strict
 """Closed forms for chains: acceptance rate, expected tokens per round, speed-up and the best k."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnnecessaryIsInstance=false
 """The expected number of tokens from a draft tree, and the best tree of a given size, given acceptance rates by rank.
 
 If its parent is accepted, a child of rank r is accepted with probability ``acceptance_by_rank[r]``, at any depth. This
@@ -62,7 +63,7 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
     # Each entry holds a node, the number of nodes below it, and the levels left for them. Nodes are appended by depth.
     level = [(0, int(num_nodes), len(sizes) - 1)]
     while level:
-        below = []
+        below: list[tuple[int, int, int]] = []
         for node, budget, depth in level:
             for rank in range(rates.size):
                 size = sizes[depth][rank][budget] if depth else 0
@@ -81,7 +82,8 @@ def _best_sizes(rates: NDArray[np.float64], num_nodes: int, max_depth: int) -> l
     worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children of this and later ranks, with n nodes; 0 at depth 0
     sizes: list[list[list[int]]] = [[[0] * (num_nodes + 1)] * ranks]
     for _ in range(max_depth):
-        below, worth, chosen = worth[0], np.zeros((ranks + 1, num_nodes + 1)), []
+        below, worth = worth[0], np.zeros((ranks + 1, num_nodes + 1))
+        chosen: list[list[int]] = []
         for rank in reversed(range(ranks)):
             best = [0]
             for n in range(1, num_nodes + 1):
