@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """The `plan` function, which predicts a pair's memory use, speed and best draft length before it is downloaded.
 
 It computes predictions from configurations and published specifications. Nothing is measured or run on a device.
@@ -7,7 +8,6 @@ import dataclasses
 import numbers
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from convert import dtypes
 from convert.config import LlamaConfig, read_config
@@ -187,7 +187,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _weights(source: Any, device: Device) -> Weights:
+def _weights(source: object, device: Device) -> Weights:
     itemsize = dtypes.parse(device.dtype).itemsize
     if isinstance(source, Llama):
         return Weights(source.config, itemsize, source.embed_tokens.scale is not None)
@@ -211,7 +211,7 @@ def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
     return min(target.max_position_embeddings, draft.max_position_embeddings)
 
 
-def _check(batch: Any, length: Any, prompt: Any, limit: int, acceptance: Any, num_draft_tokens: Any) -> None:
+def _check(batch: object, length: int, prompt: int, limit: int, acceptance: object, num_draft_tokens: object) -> None:
     """Raise ValueError if an argument is out of range."""
     for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
         check_count(name, value)
