@@ -1,10 +1,11 @@
+# pyright: strict
 """Lossless speculative decoding for Llama-family models in JAX.
 
 Generation is one jitted call, and its output follows the target's distribution exactly.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from convert import moved
 
@@ -173,7 +174,7 @@ _HOMES = {
 moved.install()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("lengths", "online", "rules", "theory"):
         return importlib.import_module(f"jspec.{name}")
     if name not in _HOMES:

@@ -1,3 +1,4 @@
+# pyright: strict
 """`python -m jspec`: the `jspec` command."""
 
 from jspec.cli import main

@@ -1,3 +1,4 @@
+# pyright: strict
 """The models and trained heads that ship with jspec, and known models that have short names."""
 
 from pathlib import Path

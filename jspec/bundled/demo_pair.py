@@ -1,6 +1,9 @@
+# pyright: strict
 """The bundled target and draft: two small models trained on Python source code."""
 
 from typing import Any
+
+from jax.typing import DTypeLike
 
 from jspec.bundled import PAIR
 from jspec.core.sharding import Placement
@@ -9,10 +12,11 @@ from jspec.models.load import load
 from jspec.text.tokenizer_file import transformers
 
 
-def demo_pair(dtype: Any = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
+def demo_pair(dtype: DTypeLike | None = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
     """Load ``(target, draft, tokenizer)``, the bundled pair of small Python source-code models. This works offline.
 
     The arguments are the same as for `load`.
     """
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
+    # The tokenizer is typed as Any, because transformers' own types reject JAX arrays, which it decodes.
     return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

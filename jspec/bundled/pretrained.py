@@ -1,6 +1,7 @@
+# pyright: strict
 """The `pretrained` function, which loads a known model by name, with its drafter and tokenizer."""
 
-from typing import Any
+from jax.typing import DTypeLike
 
 from convert.hub_names import MODELS
 from jspec.bundled.head_data import head_of
@@ -10,11 +11,12 @@ from jspec.drafters.combine.fallback import with_lookup_first
 from jspec.models.llama import Llama
 from jspec.models.load import load
 from jspec.text import load_tokenizer
+from jspec.text.tokenizer_file import TokenizerFile
 
 
 def pretrained(
-    name: str, dtype: Any = None, quantize: str | None = None, sharding: Placement | None = None
-) -> tuple[Llama, NGramDrafter | FallbackDrafter, Any]:
+    name: str, dtype: DTypeLike | None = None, quantize: str | None = None, sharding: Placement | None = None
+) -> tuple[Llama, NGramDrafter | FallbackDrafter, TokenizerFile]:
     """Load ``(target, drafter, tokenizer)`` for a known model, such as "smollm2". `jspec models` lists the names.
 
     The drafter is lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the model, as it
