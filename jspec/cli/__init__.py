@@ -1,3 +1,4 @@
+# pyright: strict
 """The `jspec` command. Slow modules are imported only when a command runs, so that help appears at once."""
 
 import os

@@ -1,3 +1,4 @@
+# pyright: strict
 """The commands, and the reporting of their errors."""
 
 import io

@@ -1,10 +1,11 @@
+# pyright: strict
 """`jspec chat`: a conversation in the terminal."""
 
 import dataclasses
 import sys
 import time
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -24,8 +25,14 @@ from jspec.cli.engine_args import compile_all, engine_of
 from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
+    from jspec.cli.model_args import Drafting
+    from jspec.core.sampling import SamplingParams
+    from jspec.core.tokenizer import Tokenizer
+    from jspec.engine import Engine
     from jspec.generation.complete import Completion
+    from jspec.text.chat_template import Message, Prompt
 
+    _LengthOf: TypeAlias = Callable[[Drafting], object]
 _DEFAULT_PAIR = "smollm2"
 
 
@@ -88,7 +95,7 @@ def chat(
     with status_line() as set_status:
         from jspec.generation.complete import engine_draft_length
 
-        draft_length = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
+        draft_length: _LengthOf = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, set_status, dtype, quantize, draft_length, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
             raise UsageError("--system needs a chat template, and this model has none; leave it out.")
@@ -123,18 +130,18 @@ class Conversation:
 
     def __init__(
         self,
-        engine: Any,
-        tokenizer: Any,
-        sampling: Any,
+        engine: "Engine",
+        tokenizer: "Tokenizer",
+        sampling: "SamplingParams",
         seed: int,
         max_new_tokens: int,
         system: str | None,
-        template: dict[str, Any] | None = None,
+        template: dict[str, object] | None = None,
     ):
         self._template = template
         self._engine, self._tokenizer, self._sampling, self._seed = engine, tokenizer, sampling, seed
         self._most, self._text, self._turns = max_new_tokens, "", 0
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, message: str) -> Generator["Completion"]:
         """Yield the answer in parts. The answer becomes part of the conversation, even if it is cut off.
@@ -151,7 +158,7 @@ class Conversation:
         said = [*self._messages, {"role": "user", "content": message}]
         text = self._text + message
         with wrong_options():
-            prompt = text if self._tokenizer.chat_template is None else said
+            prompt: Prompt = text if self._tokenizer.chat_template is None else said
             task = prepare(self._tokenizer, [prompt], template=self._template)
         target, longest = self._engine.device.target, self._engine.device.sizes.length
         room = longest - len(task.ids)

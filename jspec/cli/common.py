@@ -1,3 +1,4 @@
+# pyright: strict
 """Code shared by the commands: options, status, and settings that the process needs before it imports jax."""
 
 import json
@@ -5,13 +6,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import typer
 
+from convert.json_file import Json
+
+if TYPE_CHECKING:
+    from jspec.core.sampling import SamplingParams
+    from jspec.models.llama import Llama
 CACHE_BYTES = 4 * 2**30  # the maximum size of the folder of compiled programs
 
 
@@ -19,7 +25,7 @@ class UsageError(Exception):
     """An invalid option, or options that cannot be combined."""
 
 
-def option(names: str, metavar: str | None, text: str, **checks: Any) -> Any:
+def option(names: str, metavar: str | None, text: str, **checks: Any) -> object:
     """Return an option in the style of all commands. The `names` are separated by spaces."""
     return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
 
@@ -46,29 +52,29 @@ def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> 
 
 
 def chosen_sampling(
-    target: Any,
+    target: "Llama",
     temperature: float | None,
     top_k: int | None,
     top_p: float | None,
     min_p: float | None,
     repetition_penalty: float | None,
-) -> Any:
+) -> "SamplingParams":
     """Return the sampling parameters from the options that are not None. Print the defaults that the model sets."""
     from jspec.models.sampling_defaults import default_sampling, described
 
-    given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given: dict[str, float | None] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given["repetition_penalty"] = repetition_penalty
     if defaults := described(target, **given):
         typer.echo(defaults, err=True)
     return default_sampling(target, **given)
 
 
-def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
+def template_variables(assignments: Sequence[str]) -> dict[str, object]:
     """Parse the `--template` values ("NAME=VALUE") into a dict of variables keyed by name."""
     from jspec.text.template_variables import check_variables
 
     check_texts(assignments, "--template")
-    variables: dict[str, Any] = {}
+    variables: dict[str, object] = {}
     for assignment in assignments:
         name, is_assignment, value = assignment.partition("=")
         if not is_assignment:
@@ -80,10 +86,10 @@ def template_variables(assignments: Sequence[str]) -> dict[str, Any]:
         return check_variables("--template", variables)
 
 
-def _json_or_text(value: str) -> Any:
+def _json_or_text(value: str) -> Json:
     """Parse `value` as JSON, or return it unchanged if it is not JSON. NaN and Infinity are not JSON."""
     try:
-        return json.loads(value, parse_constant=_refuse_constant)
+        return cast("Json", json.loads(value, parse_constant=_refuse_constant))
     except (ValueError, RecursionError):
         return value
 
@@ -93,7 +99,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 @contextmanager
-def wrong_options() -> Iterator[None]:
+def wrong_options() -> Generator[None]:
     """Convert a ValueError in the block, which is about the user's input, into a UsageError."""
     try:
         yield
@@ -102,7 +108,7 @@ def wrong_options() -> Iterator[None]:
 
 
 @contextmanager
-def logged_to(emit: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Iterator[None]:
+def logged_to(emit: Callable[[str], None], warn: Callable[[str], None] | None = None) -> Generator[None]:
     """Send jspec's log messages in the block to `emit`, and its warnings to `warn`, but not to parent handlers."""
     log = logging.getLogger("jspec")
     handler = logging.Handler()
@@ -120,7 +126,7 @@ def logged_to(emit: Callable[[str], None], warn: Callable[[str], None] | None = 
 
 
 @contextmanager
-def status_line() -> Iterator[Callable[[str], None]]:
+def status_line() -> Generator[Callable[[str], None]]:
     """Show a status line, on terminals only. ``set_status(text)`` and jspec's log messages set its text.
 
     Warnings are printed to standard error and remain visible.
@@ -137,7 +143,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def timed(times: dict[str, float], name: str) -> Iterator[None]:
+def timed(times: dict[str, float], name: str) -> Generator[None]:
     """Store the block's duration in seconds as ``times[name]``."""
     began = time.perf_counter()
     yield

@@ -1,25 +1,34 @@
+# pyright: strict
 """The engine for a command, built from its options."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from jspec.cli.common import UsageError
 from jspec.cli.model_args import Sources
 
+if TYPE_CHECKING:
+    from jspec.cli.model_args import Drafting
+    from jspec.core.types import PyTree
+    from jspec.drafters.base import Drafter
+    from jspec.engine import Engine
+    from jspec.models.llama import Llama
+    from jspec.text.tokenizer_file import TokenizerFile
+
 
 def engine_of(
     where: Sources,
     set_status: Callable[[str], None],
-    dtype: Any,
-    quantize: Any,
-    draft_length: Callable[[Any], Any],
+    dtype: str | None,
+    quantize: str | None,
+    draft_length: "Callable[[Drafting], object]",
     max_length: int | None,
     **engine_options: Any,
-) -> tuple[Any, Any]:
+) -> "tuple[Engine, TokenizerFile]":
     """Return an engine that has not been started, and the target's tokenizer.
 
     Args:
@@ -34,10 +43,12 @@ def engine_of(
         target, drafter = where.load(dtype, quantize)
         if drafter is not None:
             engine_options["num_draft_tokens"] = draft_length(drafter)
-        return Engine(target, drafter, max_length=max_length, **engine_options), tokenizer
+        return Engine(
+            target, cast("Llama | Drafter[PyTree] | None", drafter), max_length=max_length, **engine_options
+        ), tokenizer
 
 
-def compile_all(engine: Any, set_status: Callable[[str], None]) -> None:
+def compile_all(engine: "Engine", set_status: Callable[[str], None]) -> None:
     """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
     set_status("Compiling (cached for the next run)")
     if sys.stderr and not sys.stderr.isatty():
@@ -46,7 +57,7 @@ def compile_all(engine: Any, set_status: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _mistakes() -> Iterator[None]:
+def _mistakes() -> Generator[None]:
     """Raise UsageError for incompatible models, but not for files that cannot be read."""
     from convert import CheckpointError
 

@@ -1,8 +1,9 @@
+# pyright: strict
 """`jspec generate`: continue prompts, or answer them."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -21,8 +22,13 @@ from jspec.cli.printing import choice_of_auto, print_json, print_text
 from jspec.cli.read_prompts import gather
 
 if TYPE_CHECKING:
+    from jspec.cli.model_args import Drafting
+    from jspec.core.sampling import SamplingParams
+    from jspec.core.tokenizer import Tokenizer
     from jspec.core.types import Output
     from jspec.generation.complete import Task
+    from jspec.models.llama import Llama
+    from jspec.text.chat_template import Prompt
 
 EPILOG = """\b
 With --json, each prompt gives one line, an object with these fields:
@@ -103,7 +109,7 @@ def generate(
         if tree:
             models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
         elif where.drafts:
-            drafting["num_draft_tokens"] = completion.draft_length_of(models[1], num_draft_tokens)
+            drafting["num_draft_tokens"] = completion.draft_length_of(cast("Drafting", models[1]), num_draft_tokens)
         sampling = chosen_sampling(models[0], temperature, top_k, top_p, min_p, repetition_penalty)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, set_status)
     completions, chosen_length = task.completions(models[0], out), out.stats.accepted_at.shape[1]
@@ -119,7 +125,7 @@ def generate(
     _suggest_chat(task.tokenizer, is_answered=chat or file is not None)
 
 
-def _suggest_chat(tokenizer: Any, is_answered: bool) -> None:
+def _suggest_chat(tokenizer: "Tokenizer", is_answered: bool) -> None:
     if not is_answered and tokenizer.chat_template is not None:
         typer.echo("This is a chat model; add --chat to get an answer instead of a continuation.", err=True)
 
@@ -132,7 +138,7 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
         raise UsageError("--show and --json select different output formats; leave out one of them.")
 
 
-def _variables(template: list[str] | None, inputs: list[Any]) -> dict[str, Any]:
+def _variables(template: list[str] | None, inputs: "list[Prompt]") -> dict[str, object]:
     """Return the chat template variables, which are valid only for conversations."""
     variables = template_variables(template or [])
     if variables and not any(isinstance(prompt, list) for prompt in inputs):
@@ -140,9 +146,16 @@ def _variables(template: list[str] | None, inputs: list[Any]) -> dict[str, Any]:
     return variables
 
 
-def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, show: bool) -> dict[str, Any]:
+def _drafting(
+    where: Sources, num_draft_tokens: int | str | None, tree: tuple[int, ...] | None, accept: str | None, show: bool
+) -> dict[str, Any]:
     """Return the drafting options, which are invalid without a draft."""
-    options = {"num_draft_tokens": num_draft_tokens, "tree": tree, "accept": accept, "show": show or None}
+    options: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "tree": tree,
+        "accept": accept,
+        "show": show or None,
+    }
     options = {name: value for name, value in options.items() if value is not None}
     if options and not where.drafts:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in options)
@@ -162,9 +175,9 @@ def _drafting(where: Sources, num_draft_tokens: Any, tree: Any, accept: Any, sho
 
 def _decode(
     task: "Task",
-    models: tuple[Any, Any],
+    models: "tuple[Llama, Drafting | None]",
     max_new_tokens: int,
-    sampling: Any,
+    sampling: "SamplingParams",
     seed: int,
     drafting: dict[str, Any],
     times: dict[str, float],
@@ -173,7 +186,7 @@ def _decode(
     """Decode twice. The first run compiles and decodes one token, so that the second run only decodes."""
     import jax
 
-    def run(name: str, sampling: Any) -> "Output":
+    def run(name: str, sampling: "SamplingParams") -> "Output":
         with timed(times, name):
             return jax.device_get(task.decode(*models, max_new_tokens, sampling, seed, **drafting))
 

@@ -1,3 +1,4 @@
+# pyright: strict
 """`jspec index`: build a datastore to draft from."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Handling of Ctrl-C, which ends the command at once, whatever it is doing.
 
 A Python signal handler runs only when the main thread runs Python again, which can take as long as an XLA compilation.
@@ -11,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
 from convert import unfinished
@@ -43,7 +44,7 @@ def end_at_once() -> None:
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[threading.Event]:
+def heard() -> Generator[threading.Event]:
     """Make Ctrl-C set the event in this block, instead of ending the process. The code in the block polls the event."""
     event = threading.Event()
     _listening.append(event)
@@ -54,7 +55,7 @@ def heard() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def last_words(text: str) -> Iterator[None]:
+def last_words(text: str) -> Generator[None]:
     """Print `text` to the terminal if Ctrl-C ends the process in this block."""
     _last_words.append(f"{text}\n")
     try:
@@ -64,7 +65,7 @@ def last_words(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restored(restore: Callable[[], None]) -> Iterator[None]:
+def restored(restore: Callable[[], None]) -> Generator[None]:
     """Call `restore` before the process ends, if Ctrl-C ends it in this block."""
     _restored.append(restore)
     try:

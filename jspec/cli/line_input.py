@@ -1,9 +1,10 @@
+# pyright: strict, reportUnusedImport=false
 """Lines of any length, typed by a user."""
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib.util import find_spec
 
 import typer
@@ -16,7 +17,7 @@ _NO_BRACKETS = b"\x1b[?2004l"  # turns off the terminal's bracketed paste
 
 
 @contextlib.contextmanager
-def whole_lines() -> Iterator[None]:
+def whole_lines() -> Generator[None]:
     """Make the terminal pass on text as it is typed, and restore the terminal afterwards, even after Ctrl-C.
 
     A terminal that buffers lines drops everything beyond 4,096 bytes of a line before the program can read it.
@@ -81,7 +82,7 @@ def _edits() -> bool:
 
 
 @contextlib.contextmanager
-def _output_on_the_terminal() -> Iterator[None]:
+def _output_on_the_terminal() -> Generator[None]:
     """Make `input` write to standard error if standard output is not a terminal: it edits lines only on a terminal."""
     if os.isatty(1):
         yield

@@ -1,13 +1,33 @@
+# pyright: strict
 """The sources of a command's models, and the choice of its draft."""
 
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jspec.bundled import PAIR
 from jspec.bundled.head_data import head_of
 from jspec.cli.common import UsageError
+
+if TYPE_CHECKING:
+    from typing import Protocol, TypeAlias
+
+    from jspec.core.types import PyTree
+    from jspec.drafters import EarlyExitDrafter
+    from jspec.drafters.base import AskingDrafter, Drafter
+    from jspec.models.llama import Llama
+    from jspec.text.tokenizer_file import TokenizerFile
+
+    Drafting: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
+
+    class Trained(Protocol):
+        """A drafter class whose instances are trained and saved."""
+
+        def load(
+            self, path: str | Path, target: Llama, dtype: str | None = None, /
+        ) -> Drafter[PyTree] | AskingDrafter: ...
+
 
 STORE = ".safetensors"  # the suffix of datastores; models do not have it
 NONE, LOOKUP, HEAD, EXIT = "none", "lookup", "head", "exit"
@@ -54,7 +74,7 @@ class Sources:
         """Whether the draft is trained for one tree: look-ahead vectors, or several models."""
         return head_kind(self.draft) in _TREES
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> "TokenizerFile":
         """Return the tokenizer that the target and the draft share.
 
         Raises:
@@ -71,7 +91,7 @@ class Sources:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
-    def load(self, dtype: str | None = None, quantize: str | None = None) -> tuple[Any, Any]:
+    def load(self, dtype: str | None = None, quantize: str | None = None) -> "tuple[Llama, Drafting | None]":
         """Return the target and its drafter, if any. `dtype` and `quantize` apply to both, but heads are never int8."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
@@ -102,7 +122,7 @@ class Sources:
         check_exit(self.draft, convert.read_config(convert.resolve(self.target)).num_hidden_layers)
 
 
-def without_model(draft: str) -> Any:
+def without_model(draft: str) -> "Drafting | None":
     """Return the drafter named `draft` if it needs no model. Return None for "none" and for an unspecified "exit"."""
     from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
 
@@ -141,7 +161,7 @@ def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
     return layers, skipped
 
 
-def exit_name(drafter: Any) -> str:
+def exit_name(drafter: "EarlyExitDrafter") -> str:
     """Return the value of --draft for an `EarlyExitDrafter`."""
     return f"exit:{'-'.join(map(str, (drafter.num_layers, *drafter.skipped)))}"
 
@@ -235,7 +255,7 @@ def is_model(draft: str) -> bool:
     return draft not in (NONE, LOOKUP, EXIT) and not draft.startswith("exit:") and not draft.endswith(STORE)
 
 
-def drafter_class(kind: str) -> Any:
+def drafter_class(kind: str) -> "Trained":
     """Return the drafter class for `kind`, a name that `jspec.train_drafter` and config.json use.
 
     Raises:

@@ -1,3 +1,4 @@
+# pyright: strict
 """`jspec models`: list the known model names."""
 
 import json

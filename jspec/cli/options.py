@@ -1,3 +1,4 @@
+# pyright: strict
 """The options of `jspec generate`, each as a type, and parsers that several commands share."""
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
-def choice(names: str, text: str, *allowed: str) -> Any:
+def choice(names: str, text: str, *allowed: str) -> object:
     """Return an option that takes one of the `allowed` values."""
     return option(names, "|".join(allowed), text, parser=one_of(*allowed))
 
@@ -79,11 +80,11 @@ Draft = Annotated[
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]
 _DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Annotated[
-    Any,
+    str | None,
     choice("--dtype", "Dtype of weights and computation [default: float32 on CPU, else bfloat16].", *_DTYPES),
 ]
 Quantize = Annotated[
-    Any, choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8")
+    str | None, choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8")
 ]
 # Without a value, these options use the model's own default from its generation_config.json.
 _OWN_OR_0, _OWN_OR_1 = "the model's own, else 0", "the model's own, else 1"
@@ -144,7 +145,7 @@ Tree = Annotated[
 ]
 _RULES = ("rejection", "block", "coupled", "traversal")
 Accept = Annotated[
-    Any,
+    str | None,
     choice("--accept", "Acceptance rule; each keeps the target's distribution [default: rejection].", *_RULES),
 ]
 Show = Annotated[bool, option("--show", None, "Show the rounds, one per line, with the rejected draft tokens.")]

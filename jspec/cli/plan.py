@@ -1,3 +1,4 @@
+# pyright: strict
 """`jspec plan`: predict memory use, speed and draft length on a device, without weights or the device."""
 
 import dataclasses
@@ -17,7 +18,7 @@ def plan(
         str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
     ] = None,
     draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
-    device: Annotated[Any, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
+    device: Annotated[str | None, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
     batch: Annotated[int, option("--batch", "N", "Number of sequences.", min=1)] = 1,
     length: Annotated[
         int | None,
@@ -31,7 +32,7 @@ def plan(
     num_draft_tokens: Annotated[
         int | None, option("--num-draft-tokens", "N", "Draft tokens per round [default: the best].", min=1, max=16)
     ] = None,
-    quantize: Annotated[Any, choice("--quantize", "Quantise the weights of the draft.", "int8")] = None,
+    quantize: Annotated[str | None, choice("--quantize", "Quantise the weights of the draft.", "int8")] = None,
     as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
 ) -> None:
     """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how far to draft.

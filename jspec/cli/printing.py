@@ -1,3 +1,4 @@
+# pyright: strict
 """The output of `jspec generate`."""
 
 import json

@@ -1,16 +1,21 @@
+# pyright: strict
 """A command's prompts, as text or as messages, from arguments, standard input or a JSON Lines file."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
+from convert.json_file import Json
 from jspec.cli.common import UsageError, check_text, check_texts
+
+if TYPE_CHECKING:
+    from jspec.text.chat_template import Message, Prompt
 
 
 def gather(
     arguments: list[str] | None, file: Path | None, chat: bool, system: str | None, may_be_empty: bool
-) -> list[Any]:
+) -> "list[Prompt]":
     """Return the prompts in the form that `jspec.complete` accepts.
 
     Args:
@@ -33,11 +38,11 @@ def gather(
         check_texts(prompts, "PROMPT", may_be_empty or chat)
     else:
         prompts = [_standard_input()]
-    return [_conversation(prompt, system) for prompt in prompts] if chat else prompts
+    return [_conversation(prompt, system) for prompt in prompts] if chat else cast("list[Prompt]", prompts)
 
 
-def _conversation(prompt: Any, system: str | None) -> list[Any]:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _conversation(prompt: "Prompt", system: str | None) -> "list[Message]":
+    messages = cast("list[Message]", [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if system is None:
         return messages
     check_text(system, "--system")
@@ -59,7 +64,7 @@ def _standard_input() -> str:
     return text
 
 
-def _lines(file: Path) -> list[Any]:
+def _lines(file: Path) -> "list[Prompt]":
     """Return one prompt for each line of `file` that is not blank."""
     lines = file.read_bytes().split(b"\n")
     prompts = [_prompt(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -68,11 +73,11 @@ def _lines(file: Path) -> list[Any]:
     return prompts
 
 
-def _prompt(line: bytes, place: str) -> Any:
+def _prompt(line: bytes, place: str) -> "Prompt":
     from jspec.text.chat_template import check_conversation
 
     try:
-        entry = json.loads(line.decode())
+        entry = cast("Json", json.loads(line.decode()))
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
     except (ValueError, RecursionError) as error:
@@ -81,9 +86,9 @@ def _prompt(line: bytes, place: str) -> Any:
         check_text(entry["prompt"], place)
         return entry["prompt"]
     if isinstance(entry, dict) and entry.keys() == {"messages"} and isinstance(entry["messages"], list):
-        messages = entry["messages"]
+        messages = cast("list[Message]", entry["messages"])
         check_conversation(messages, place)
         for i, message in enumerate(messages):
-            check_text(message["content"], f"{place}, message {i}")
+            check_text(cast("str", message["content"]), f"{place}, message {i}")
         return messages
     raise ValueError(f'{place} must be {{"prompt": a text}} or {{"messages": a list of messages}}, and nothing else.')

@@ -1,9 +1,10 @@
+# pyright: strict
 """The display of results: text coloured by origin, one-line statistics, tables and JSON."""
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from rich import box
 from rich.table import Table
@@ -14,7 +15,7 @@ from jspec.drafters.draft_length import doubling
 from jspec.generation.complete import Completion
 from jspec.planning.memory import Footprint
 from jspec.planning.plan import NO_ROOM, QUANTIZE, SPECULATE, Drafting, Plan
-from jspec.text.chat_template import is_conversation
+from jspec.text.chat_template import Prompt, is_conversation
 from jspec.tuning.tune_chain import Tuning
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ _TAKEN = 0.75  # share of a GPU's memory that JAX takes by default
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)] if chr(i) not in "\t\n"} | {ord("\r"): ""}
 
 
-def as_json(done: Completion) -> dict[str, Any]:
+def as_json(done: Completion) -> dict[str, object]:
     """Return `done` in JSON-serialisable form, with origins given by name."""
-    fields = {"prompt": done.prompt, "text": done.text} | dataclasses.asdict(done)
+    fields = cast("dict[str, object]", {"prompt": done.prompt, "text": done.text} | dataclasses.asdict(done))
     del fields["pieces"]
     return fields | {"origins": [NAMES[origin] for origin in done.origins]}
 
@@ -70,11 +71,11 @@ def marked(done: Completion) -> Text:
     return Text(visible(text))
 
 
-def _before(prompt: Any) -> str:
+def _before(prompt: Prompt) -> str:
     """Return the text to show before new text: the prompt, a conversation's last message, or nothing for token ids."""
     if isinstance(prompt, str):
         return prompt
-    return prompt[-1]["content"] + "\n\n" if is_conversation(prompt) else ""
+    return cast("str", prompt[-1]["content"]) + "\n\n" if is_conversation(prompt) else ""
 
 
 def visible(text: str) -> str:
@@ -89,7 +90,7 @@ def legend(marks: bool = False) -> Text:
     return Text(" ").join([Text("prompt", "dim"), *(Text(NAMES[i], COLOURS[i]) for i in NAMES)])
 
 
-def tuning_table(tuning: Tuning, conditions: dict[str, Any]) -> Table:
+def tuning_table(tuning: Tuning, conditions: Mapping[str, object]) -> Table:
     """Return a table of the cost, yield and predicted speed of plain decoding and every K, with the fastest marked."""
     title = ", ".join(f"{name} {value}" for name, value in conditions.items())
     lengths = range(len(tuning.round_seconds) + 1)

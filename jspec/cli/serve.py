@@ -1,9 +1,10 @@
+# pyright: strict
 """`jspec serve`: serve a model to OpenAI API clients."""
 
 import os
 import socket
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,11 @@ from jspec.cli import options as o
 from jspec.cli.common import UsageError, option, status_line, wrong_options
 from jspec.cli.engine_args import compile_all, engine_of
 from jspec.cli.model_args import sources
+
+if TYPE_CHECKING:
+    from jspec.core.tokenizer import Tokenizer
+    from jspec.engine import Engine
+    from jspec.serve.access import Access
 
 _SOON = 10  # seconds for the engine to stop
 EPILOG = """\b
@@ -74,7 +80,7 @@ def serve(
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
     accept: Annotated[
-        Any, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
+        str, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
     slots: Annotated[int, option("--slots", "N", "Requests to run at once; others wait.", min=1)] = 8,
     max_length: _MaxLength = None,
@@ -138,7 +144,7 @@ def _check(api_key: str | None, metrics_prefix: str) -> None:
         )
 
 
-def _access(host: str, hosts: list[str] | None, origins: list[str] | None) -> Any:
+def _access(host: str, hosts: list[str] | None, origins: list[str] | None) -> "Access":
     from jspec.serve.access import Access
 
     with wrong_options():
@@ -160,7 +166,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _run(
-    engine: Any, tokenizer: Any, listener: socket.socket, keep_alive: int, name: str, **server_options: Any
+    engine: "Engine", tokenizer: "Tokenizer", listener: socket.socket, keep_alive: int, name: str, **server_options: Any
 ) -> None:
     from jspec import __version__
     from jspec.models.sampling_defaults import described

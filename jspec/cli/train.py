@@ -1,11 +1,12 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """`jspec train`: train a drafter for a target."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,7 +16,12 @@ from jspec.cli.common import UsageError, logged_to, option, status_line
 from jspec.cli.model_args import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
+    from jspec.core.types import PyTree
+    from jspec.drafters.base import AskingDrafter, Drafter
+    from jspec.models.llama import Llama
     from jspec.training.fit import Progress
+
+T = TypeVar("T")
 
 _Stored = Annotated[
     bool,
@@ -115,14 +121,14 @@ def train(
             _measure(model, type(drafter).load(path, model, dtype), folder, depth)
 
 
-def _in_bfloat16(drafter: Any) -> Any:
+def _in_bfloat16(drafter: T) -> T:
     import jax
     import jax.numpy as jnp
 
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, drafter)
 
 
-def how_saved(drafter: Any, target: str) -> dict[str, Any]:
+def how_saved(drafter: object, target: str) -> dict[str, Any]:
     """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
     An EAGLE head that was trained from another one keeps that one's layout if programs that read it can run the head.
@@ -152,7 +158,7 @@ def how_saved(drafter: Any, target: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
+def _bar(steps: int) -> Generator[Callable[["Progress | int"], None]]:
     """Show a progress bar. ``tell(step)`` advances it; ``tell(progress)`` prints a line about the evaluation.
 
     Before the first step, the bar shows jspec's log messages about generating and reading text. Without a terminal,
@@ -184,7 +190,7 @@ def _bar(steps: int) -> Iterator[Callable[["Progress | int"], None]]:
             yield tell
 
 
-def _measure(model: Any, drafter: Any, folder: Path, depth: int) -> None:
+def _measure(model: "Llama", drafter: "Drafter[PyTree] | AskingDrafter", folder: Path, depth: int) -> None:
     """Measure the saved `drafter` on this device with held-out prompts, and print the results."""
     from rich.console import Console
 

@@ -1,8 +1,9 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false
 """`jspec tune`: measure how far to draft."""
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +18,9 @@ from jspec.cli.common import (
 from jspec.cli.model_args import EXIT, exit_name, sources
 
 if TYPE_CHECKING:
+    from jspec.cli.model_args import Drafting
+    from jspec.drafters import EarlyExitDrafter
+    from jspec.models.llama import Llama
     from jspec.text.chat_template import Batch
     from jspec.tuning.tune_chain import Tuning
 
@@ -84,8 +88,12 @@ def tune(
         with wrong_options():
             encoded = encode(tokenizer, rows)
         found, drafter = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
-    conditions = {"batch": len(rows), "temperature": temperature, "device": jax.devices()[0].device_kind}
-    answer = {"draft": exit_name(drafter)} if where.draft == EXIT else {}
+    conditions: dict[str, object] = {
+        "batch": len(rows),
+        "temperature": temperature,
+        "device": jax.devices()[0].device_kind,
+    }
+    answer = {"draft": exit_name(cast("EarlyExitDrafter", drafter))} if where.draft == EXIT else {}
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | conditions | answer, allow_nan=False))
     else:
@@ -94,13 +102,13 @@ def tune(
 
 
 def _tune(
-    models: tuple[Any, Any],
+    models: "tuple[Llama, Drafting | None]",
     batch: "Batch",
     temperature: float,
     max_new_tokens: int,
     max_draft_tokens: int,
     max_nodes: int,
-) -> "tuple[Tuning, Any]":
+) -> "tuple[Tuning, Drafting]":
     """Return the tuning and the drafter. If `models` has no drafter, use the target's best exit."""
     import jspec
     from jspec import text
