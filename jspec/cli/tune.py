@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: strict, reportUnknownMemberType=false
 """`jspec tune`: measure how far to draft."""
 
 import dataclasses

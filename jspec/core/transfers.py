@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false
+# pyright: strict
 """Transfers between host and devices that respect JAX's transfer guards and do not wait."""
 
 import contextlib
