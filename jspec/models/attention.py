@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
+from jspec.core.types import pytree
 from jspec.models.kernels import dispatch as choice
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
@@ -21,6 +22,30 @@ from jspec.models.rope import rotate
 _LEAST = 256  # slots; reading fewer saves less time than choosing costs
 
 Past = tuple[Array, Array, Array | None, Array]
+
+
+@pytree
+class AttentionContext:
+    """What the tokens of one pass attend to in one layer, and where they are stored.
+
+    Attributes:
+        keys: ``[B, G, D, T]``, this layer's part of the cache.
+        values: ``[B, G, T, D]``, this layer's part of the cache.
+        slots: ``int32[B, S]``, consecutive in each row. Slot numbers include those of `past`.
+        tables: from `jspec.models.rope.rope_tables`.
+        past: a read-only cache whose positions come before those of `keys` and `values`: its keys, values and rows,
+            and ``int32[B]``, the number of its slots in use.
+        branches: the tree structure of the tokens, if they are not a simple sequence.
+        cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
+    """
+
+    keys: Array
+    values: Array
+    slots: Array
+    tables: tuple[Array, Array]
+    past: Past | None = None
+    branches: Branches | None = None
+    cache_rows: Array | None = None
 
 
 class _Part(NamedTuple):
@@ -44,38 +69,22 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype) if config.qk_norm else None
         self.o_proj = Linear(heads * size, config.hidden_size, bias, dtype, rngs)
 
-    def __call__(
-        self,
-        x: Array,
-        keys: Array,
-        values: Array,
-        slots: Array,
-        tables: tuple[Array, Array],
-        past: Past | None = None,
-        branches: Branches | None = None,
-        cache_rows: Array | None = None,
-    ) -> tuple[Array, Array, Array]:
+    def __call__(self, x: Array, context: AttentionContext) -> tuple[Array, Array, Array]:
         """Write this pass's keys and values, then attend.
 
         Args:
             x: ``[B, R, E]``. Rows beyond S are padding, and their results are arbitrary.
-            keys: ``[B, G, D, T]``, this layer's part of the cache.
-            values: ``[B, G, T, D]``, this layer's part of the cache.
-            slots: ``int32[B, S]``, consecutive in each row. Slot numbers include those of `past`.
-            tables: from `jspec.models.rope.rope_tables`.
-            past: a read-only cache whose positions come before those of `keys` and `values`: its keys, values and rows,
-                and ``int32[B]``, the number of its slots in use.
-            branches: the tree structure of the tokens, if they are not a simple sequence.
-            cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
+            context: the cache, and the places of the tokens in it.
 
         Returns:
             The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
         """
         qkv = self.qkv_proj(x)
-        plain = past is None and branches is None and cache_rows is None
+        plain = context.past is None and context.branches is None and context.cache_rows is None
         if plain and self.q_norm is None:  # the kernel supports none of these
-            return choice.attention(_attend_projected, qkv, tables, keys, values, slots, self.sizes)
-        return _write_and_attend(*self.split(qkv), tables, keys, values, slots, past, branches, cache_rows)
+            inputs = qkv, context.tables, context.keys, context.values, context.slots
+            return choice.attention(_attend_projected, *inputs, self.sizes)
+        return _write_and_attend(*self.split(qkv), context)
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
@@ -95,22 +104,12 @@ def _attend_projected(
 ) -> tuple[Array, Array, Array]:
     """Compute the same as `jspec.models.kernels.decode_attention.decode_attention`, for any shape and dtype."""
     q, k, v = _split(qkv, sizes)
-    return _write_and_attend(q, k, v, tables, keys, values, slots, None, None, None)
+    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables))
 
 
-def _write_and_attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    tables: tuple[Array, Array],
-    keys: Array,
-    values: Array,
-    slots: Array,
-    past: Past | None,
-    branches: Branches | None,
-    cache_rows: Array | None,
-) -> tuple[Array, Array, Array]:
+def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -> tuple[Array, Array, Array]:
     """Run the part of `Attention` between its projections: from ``[B, heads, R, D]`` to the results of `Attention`."""
+    slots, tables, past, cache_rows = context.slots, context.tables, context.past, context.cache_rows
     (batch, tokens), rows = slots.shape, q.shape[2]
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
     # A token whose value is not finite must affect only the queries that see it, but 0 * NaN is NaN. So the NaN is
@@ -118,9 +117,9 @@ def _write_and_attend(
     finite = jnp.isfinite(v)
     k = jnp.where(finite, rotate(k, tables), jnp.nan)
     slots = slots if past is None else slots - past[3][:, None]
-    keys = write(keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
-    values = write(values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
-    parts, last = [_Part(keys, values, cache_rows, _mask(slots, branches, keys.shape[3]))], slots
+    keys = write(context.keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
+    values = write(context.values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
+    parts, last = [_Part(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
     if past is not None:
         last = past[3][:, None] - 1
         parts.insert(0, _Part(*past[:3], visible(last, past[0].shape[3])))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jspec.models.attention import AttentionContext
 from jspec.models.llama import DecoderLayer, Llama
 from jspec.models.rope import rope_tables
 
@@ -68,7 +69,7 @@ def _through(
     layer = jax.tree.map(widen, layer)
     normed = layer.input_layernorm(x)
     projected = layer.self_attn.qkv_proj(normed)
-    mixed, *_ = layer.self_attn(normed, keys, values, slots, tables)
+    mixed, *_ = layer.self_attn(normed, AttentionContext(keys, values, slots, tables))
     attended = layer.self_attn.o_proj(mixed)
     between = x + attended
     normed_again = layer.post_attention_layernorm(between)

@@ -12,8 +12,7 @@ from jax import Array, lax
 
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
-from jspec.core.types import PyTree
-from jspec.models.attention import Attention, Past
+from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, RMSNorm, add_and_norm
 from jspec.models.rope import rope_tables
@@ -32,35 +31,28 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, dtype, rngs)
 
     def __call__(
-        self,
-        x: Array,
-        normed: Array,
-        keys: Array,
-        values: Array,
-        slots: Array,
-        tables: tuple[Array, Array],
-        past: Past | None,
-        branches: Branches | None,
-        cache_rows: Array | None,
-        following: RMSNorm | None,
+        self, x: Array, normed: Array, context: AttentionContext, following: RMSNorm | None
     ) -> tuple[Array, Array, Array, Array]:
         """Return the residual stream and its norm, ``[B, R, E]`` each, and the layer's updated keys and values.
 
         Args:
-            normed: x normed by `input_layernorm`. Each layer ends with the norm that the next layer starts from.
-            keys, values, slots, tables, past, branches, cache_rows: as for `Attention`.
+            x: the residual stream.
+            normed: x normed by `input_layernorm`. Each layer ends by applying the next layer's `input_layernorm`.
+            context: the cache, and the places of the tokens in it.
             following: the next layer's `input_layernorm`, or None to skip the norm.
         """
-        mixed, keys, values = self.self_attn(normed, keys, values, slots, tables, past, branches, cache_rows)
+        mixed, keys, values = self.self_attn(normed, context)
         x, normed = add_and_norm(x, mixed, self.self_attn.o_proj, self.post_attention_layernorm)
         x, normed = add_and_norm(x, self.mlp(normed), self.mlp.down_proj, following)
         return x, normed, keys, values
 
 
 @jax.jit
-def _run(layer: DecoderLayer, *arguments: PyTree) -> tuple[Array, Array, Array, Array]:
-    """Return ``layer(*arguments)``, traced once for all identical layers. XLA sees the same program either way."""
-    return layer(*arguments)
+def _run(
+    layer: DecoderLayer, x: Array, normed: Array, context: AttentionContext, following: RMSNorm | None
+) -> tuple[Array, Array, Array, Array]:
+    """Run `layer`, traced once for all identical layers. XLA sees the same program either way."""
+    return layer(x, normed, context, following)
 
 
 def _with_a_row_of_zeros(through: Callable[[Array, *Rest], Result]) -> Callable[[Array, *Rest], Result]:

@@ -37,6 +37,7 @@ from jspec.decoding.program import run_program, traced
 from jspec.decoding.validate_arguments import as_arrays, check_arguments
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.standalone.early_exit import EarlyExitDrafter, check_layers
+from jspec.models.attention import AttentionContext
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import DecoderLayer, Llama
 from jspec.models.rope import rope_tables
@@ -208,8 +209,9 @@ def _through(target: Llama, chosen: Array, tokens: Array, start: Array, past: KV
     for i, layer in enumerate(target.layers):
 
         def run(x: Array, i: int = i, layer: DecoderLayer = layer) -> Array:
-            before, held = (past.keys[i], past.values[i], None, start), (own.keys[i], own.values[i])
-            return layer(x, layer.input_layernorm(x), *held, slots, tables, before, None, None, None)[0]
+            before = past.keys[i], past.values[i], None, start
+            context = AttentionContext(own.keys[i], own.values[i], slots, tables, before)
+            return layer(x, layer.input_layernorm(x), context, None)[0]
 
         x = cast(Array, lax.cond(chosen[i], run, lambda x: x, x))
     return x

@@ -15,7 +15,7 @@ from jax import Array
 from convert.config import LlamaConfig
 from convert.heads.eagle.config import EagleConfig, EagleOrigin
 from jspec.core.tree import Branches
-from jspec.models.attention import Attention
+from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm
 from jspec.models.rope import rope_tables
@@ -114,8 +114,8 @@ class Eagle(nnx.Module):
         layer = self.config.layer
         tables = rope_tables(positions, layer.rope, layer.head_dim)
         x, read = self.into_layer(embeddings, states)
-        held = cache.keys[0], cache.values[0]
-        mixed, keys, values = self.self_attn(read, *held, slots, tables, None, branches, cache.rows)
+        context = AttentionContext(cache.keys[0], cache.values[0], slots, tables, None, branches, cache.rows)
+        mixed, keys, values = self.self_attn(read, context)
         return self.out_of_layer(x, mixed), KVCache((keys,), (values,), cache.rows)
 
     def out_of_layer(self, x: Array, mixed: Array) -> Array:

@@ -21,7 +21,7 @@ from jspec.drafters.heads.base import check_hidden_size
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.early_exit import check_layers, run_layers
-from jspec.models.attention import Attention
+from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache, enlarged
 from jspec.models.layers import RMSNorm, add_and_norm
 from jspec.models.rope import rope_tables
@@ -68,8 +68,8 @@ class Adapter(nnx.Module):
         slots, positions = Branches.places(start, x.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
         attend, normed = self.self_attn, self.input_layernorm(x)
-        held = cache.keys[0], cache.values[0]
-        mixed, keys, values = attend(normed, *held, slots, tables, None, branches, cache.rows)
+        context = AttentionContext(cache.keys[0], cache.values[0], slots, tables, None, branches, cache.rows)
+        mixed, keys, values = attend(normed, context)
         return add_and_norm(x, mixed, attend.o_proj, self.norm)[1], KVCache((keys,), (values,), cache.rows)
 
 
