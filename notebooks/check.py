@@ -1,9 +1,9 @@
-"""Committed outputs of notebooks against a fresh run: python notebooks/check.py [--update] NOTEBOOK...
+"""Compare committed notebook outputs with those of a fresh run: python notebooks/check.py [--update] NOTEBOOK...
 
-What a cell shows must be the same to the letter. Of pictures only the kind is compared, for their bytes depend on
-fonts. In cells with the tag "varies" (times, versions) every number counts as the same, and so does a longer run of
-spaces or lines, which tables draw around longer numbers. Standard error is no part of it. With --update, a notebook
-of which a cell differs gets all outputs of the fresh run: what one cell measured another speaks of.
+The outputs of a cell must be identical, except that only the type of a picture is compared, because its bytes depend on
+fonts. In cells with the tag "varies" (times, versions), all numbers count as equal, and so do runs of spaces and of
+lines, whose length in tables depends on the numbers. Standard error is ignored. With --update, a notebook with any
+differing cell gets all outputs of the fresh run, because the text in one cell may refer to another cell's results.
 """
 
 import argparse
@@ -18,7 +18,7 @@ VARIES = "varies"
 
 
 def tidy(outputs: list[Any]) -> list[Any]:
-    """Drop standard error, and join pieces of standard output, because a kernel cuts it at random places."""
+    """Drop standard error, and join the pieces of standard output, because a kernel splits it at random places."""
     found: list[Any] = []
     for output in outputs:
         stream = output["output_type"] == "stream"
@@ -32,12 +32,12 @@ def tidy(outputs: list[Any]) -> list[Any]:
 
 
 def masked(text: str) -> str:
-    """Return `text` with every number as 0, and runs of spaces or of lines as one."""
+    """Return `text` with every number replaced by 0, and each run of spaces or of lines by one."""
     return re.sub(r"([ ─━])\1+", r"\1", re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text))
 
 
 def shown(cell: Any) -> list[str]:
-    """Return lines for what a code cell shows. Two runs agree if these lines are equal."""
+    """Return the outputs of a code cell as lines. Two runs agree if these lines are equal."""
     varies, lines = VARIES in cell["metadata"].get("tags", []), []
     for output in tidy(cell["outputs"]):
         data = output.get("data") or {"text/plain": output.get("text") or output["ename"]}  # a stream, or an error
@@ -48,7 +48,7 @@ def shown(cell: Any) -> list[str]:
 
 
 def differences(committed: Any, fresh: Any) -> dict[int, str]:
-    """Return cell number -> how the lines of `shown` differ, for cells whose outputs do not agree."""
+    """Return cell number -> a diff of the lines from `shown`, for each cell whose outputs differ."""
     found = {}
     for number, cells in enumerate(zip(committed["cells"], fresh["cells"], strict=True)):
         if cells[0]["cell_type"] == "code":
@@ -59,14 +59,14 @@ def differences(committed: Any, fresh: Any) -> dict[int, str]:
 
 
 def take_over(committed: Any, fresh: Any) -> None:
-    """Give every code cell of `committed` what it shows in `fresh`, so that all outputs are of one run."""
+    """Copy the outputs of every code cell from `fresh` to `committed`, so that all outputs come from one run."""
     for old, new in zip(committed["cells"], fresh["cells"], strict=True):
         if old["cell_type"] == "code":
             old["execution_count"], old["outputs"] = new["execution_count"], tidy(new["outputs"])
 
 
 def check(file: Path, update: bool) -> bool:
-    """Run all cells of `file` in a new kernel, and return whether its outputs are, in the end, those of this run."""
+    """Run all cells of `file` in a new kernel, update the file if requested, and return whether its outputs match."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -75,25 +75,25 @@ def check(file: Path, update: bool) -> bool:
     NotebookClient(fresh, kernel_name="python3", timeout=600, resources=resources).execute()
     found = differences(committed, fresh)
     for number, difference in found.items():
-        print(f"{file}: what cell {number} shows is not what was committed\n{difference}")
+        print(f"{file}: the output of cell {number} differs from the committed output\n{difference}")
     if update and found:
         take_over(committed, fresh)
         nbformat.write(committed, file)
-    updated = "; all outputs are those of this run now" if update and found else ""
+    updated = "; all outputs now come from this run" if update and found else ""
     print(f"{file}: {len(found)} of {len(fresh['cells'])} cells differ{updated}")
     return update or not found
 
 
 def main() -> None:
-    """Exit with 1 and the command that mends it, if outputs are stale."""
+    """Exit with status 1 and print the command that updates the outputs if any of them are stale."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="write the outputs of a file that differs")
+    parser.add_argument("--update", action="store_true", help="rewrite the outputs of each file that differs")
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK")
     options = parser.parse_args()
     stale = [str(file) for file in options.notebooks if not check(file, options.update)]
     if stale:
         sys.exit(
-            f"Outputs are stale; where the new ones are right: python notebooks/check.py --update {' '.join(stale)}"
+            f"Outputs are stale; if the new ones are correct, run: python notebooks/check.py --update {' '.join(stale)}"
         )
 
 
