@@ -1,10 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""Online learning: a drafter that trains on the output of finished requests, for the requests that follow.
+"""Online learning: between requests, a drafter trains on the output of finished ones.
 
 The method follows Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change during a
 request, so nothing that it learns from an output can affect how that output is verified. Every output has exactly the
 target's distribution, provided that no request reuses an earlier request's key. What the drafter learns from an output
-depends on the noise derived from its key, so that noise must not be used again.
+depends on the noise derived from the output's key, so no later request may use that noise.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class Learner:
         tokens, lengths = jax.device_get((out.tokens, out.lengths))
         if len(prompts) != len(tokens):
             raise ValueError(
-                f"There are {len(prompts)} prompts but {len(tokens)} outputs; give one prompt for each output."
+                f"There are {len(prompts)} prompts but {len(tokens)} outputs; pass one prompt for each output."
             )
         for prompt, row, size in zip(prompts, tokens, lengths, strict=True):
             self._waiting += parts(of_answer(prompt, row[:size].tolist()), self._length)

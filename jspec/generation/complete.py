@@ -44,10 +44,12 @@ class Completion:
     Attributes:
         prompt: the prompt as it was passed.
         pieces: the text added by each new token.
-        tokens: the new tokens. `tokens`, `logprobs` and `origins` are as in `jspec.Output`, without the padding.
+        tokens: the new tokens. `tokens`, `logprobs` and `origins` have the same values as in `jspec.Output`, without
+            padding.
         logprobs: the log-probability of each new token under the distribution that it was sampled from.
         origins: the origin of each new token.
-        finish_reason: "eos"; "stop", at a string or special token in `stop`; or "length". None if decoding continues.
+        finish_reason: "eos" after an EOS token, "stop" at a string or special token in `stop`, or "length" at the
+            length limit. None if decoding continues.
         stats: the request's statistics. See `statistics`.
     """
 
@@ -185,22 +187,23 @@ def complete(
     Decoding ends at the EOS tokens of the model and the tokenizer, including those in generation_config.json.
 
     Args:
-        target, accept: as for `jspec.speculative_generate`.
-        draft: as for `jspec.speculative_generate`. None decodes without a draft.
+        target, accept: same as in `jspec.speculative_generate`.
+        draft: same as in `jspec.speculative_generate`. None decodes without a draft.
         tokenizer: the target's tokenizer, from `jspec.pretrained` or transformers.
         prompts: one prompt or a list of prompts. A prompt is a string, a list of token ids, or a conversation. A
             conversation is a list of messages such as ``{"role": "user", "content": "Hello"}``, which the chat template
             turns into one string.
         max_new_tokens: the maximum number of new tokens for each prompt.
-        num_draft_tokens: as for `jspec.speculative_generate`. The default is 4. Lookup and retrieval drafters draft at
-            most this many tokens. By default, a drafter that they fall back to drafts while it is confident
-            (`jspec.WhileConfident`), because that pays off on CPUs.
-        sampling: as for `jspec.speculative_generate`. It replaces all of the model's defaults. The default is the
-            recommendation in the target's generation_config.json, and `SamplingParams()` for fields not set there.
+        num_draft_tokens: same as in `jspec.speculative_generate`. The default is 4. Prompt-lookup and retrieval
+            drafters draft at most this many tokens. By default, a drafter that they fall back to drafts only while it
+            is confident (`jspec.WhileConfident`), because that pays off on CPUs.
+        sampling: same as in `jspec.speculative_generate`. This argument replaces all of the model's defaults. If it is
+            None, each field has the value that the target's generation_config.json recommends, or else that of
+            `SamplingParams()`.
         seed: the random seed. Request i's key depends on `seed` and i.
         stop: one or several stop strings. The text ends before the first match. The completion keeps tokens up to the
             one that completes the match. Decoding continues after that token, and `Completion.stats` counts the extra
-            tokens. A special token, such as "<|im_end|>", ends decoding as the model's own EOS tokens do.
+            tokens. A special token, such as "<|im_end|>", ends decoding just like the model's own EOS tokens.
         template: chat template variables for every conversation, such as ``{"enable_thinking": False}``. The template
             ignores names that it does not use.
 
@@ -210,14 +213,14 @@ def complete(
     Raises:
         ValueError: a prompt is empty or malformed; there is no template for a conversation, or the template rejects it;
             `template` is malformed, or was passed without a conversation; `stop` contains an empty string; a drafting
-            argument was passed without a draft; or for any reason listed under `jspec.speculative_generate`.
-        TypeError: `tokenizer` is not a tokenizer; or for any reason listed under `jspec.speculative_generate`.
+            argument was passed without a draft; or for any reason that `jspec.speculative_generate` lists.
+        TypeError: `tokenizer` is not a tokenizer; or for any reason that `jspec.speculative_generate` lists.
     """
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
     options = {name: value for name, value in options.items() if value is not None}
     if draft is None and options:
         raise ValueError(
-            f"draft is None, so {', '.join(options)} cannot be used; pass a draft, or leave out these arguments."
+            f"draft is None, so {', '.join(options)} cannot be used; pass a draft, or omit these arguments."
         )
     if draft is not None:
         options["num_draft_tokens"] = draft_length_of(draft, num_draft_tokens)
@@ -231,7 +234,7 @@ def prepare(
     stop: str | Sequence[str] = (),
     template: Mapping[str, object] | None = None,
 ) -> Task:
-    """Validate and encode the prompts without a model. The arguments are the same as for `complete`."""
+    """Validate and encode the prompts without a model. The arguments are the same as in `complete`."""
     if not callable(tokenizer):
         raise TypeError(
             f"tokenizer is of type {type(tokenizer).__name__}; pass one from jspec.pretrained, "
@@ -239,18 +242,16 @@ def prepare(
         )
     several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(isinstance(one, str) and one for one in several):
-        raise ValueError(
-            f"stop is {stop!r}; expected strings that are not empty, because each of them ends the output."
-        )
+        raise ValueError(f"stop is {stop!r}; expected non-empty strings, because each string ends the output.")
     special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
     strings = tuple(one for one in several if one not in special)
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
 def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
-    """Return `num_draft_tokens`, or the default. A lookup drafts at most this many tokens, and none without a match.
+    """Return `num_draft_tokens`, or the default. A lookup drafter drafts up to that number, and none without a match.
 
-    By default, a lookup's fallback drafter drafts while it is confident, if it reports its confidence.
+    By default, the fallback of a lookup drafter drafts while it is confident, provided that it reports its confidence.
     """
     wanted = default_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):
@@ -266,23 +267,23 @@ def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | N
 def engine_draft_length(draft: _Draft | None) -> int | str | Fixed:
     """Return an engine's default number of draft tokens. An engine does not accept `DraftLength` objects.
 
-    The default is "auto" for a lookup with a fallback drafter, because the two draft different numbers of tokens.
+    The default is "auto" for a lookup drafter with a fallback, because the two draft different numbers of tokens.
     """
     return "auto" if _has_lookup_first(draft) else default_draft_length(draft)
 
 
 def _has_lookup_first(draft: _Draft | None) -> bool:
-    """Return whether `draft` is a lookup that falls back to a drafter that reports its confidence."""
+    """Return whether `draft` tries prompt lookup first and then a drafter that reports its confidence."""
     return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and has_confidence(draft.second)
 
 
 def default_draft_length(draft: _Draft | None) -> int | Fixed:
-    """Return the default number of draft tokens: four, or the drafter's maximum if lower; `DEFAULT` for a tree."""
+    """Return the default number of draft tokens: four, or the drafter's maximum if lower. A tree has `DEFAULT`."""
     return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, max_chain_length_of(draft)))
 
 
 def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:
-    """Return the pieces up to the first match of `stop`, without the matched string; None if there is no match.
+    """Return the pieces before the first match of `stop`, excluding the matched string. Return None without a match.
 
     A decoder that stops at the match gives the same result. If one piece completes several strings, the match that
     starts earliest counts.
@@ -300,7 +301,7 @@ def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | 
 def statistics(
     rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
 ) -> Statistics:
-    """Return one request's counts, as in `jspec.Stats`, and the tokens per round that theory predicts from them.
+    """Return one request's counts, as in `jspec.Stats`, and the tokens per round that these counts predict.
 
     ``acceptance_rate`` is the fraction of verified draft tokens (`judged`) that were accepted. Draft tokens after a
     rejection are not verified. ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. It
@@ -338,6 +339,6 @@ def _special(tokenizer: Tokenizer, string: str) -> int | None:
         return None
     if len(ids) > 1:
         raise ValueError(
-            f"stop has {string!r}, of which decoded text shows only {shown!r}; give the special token alone."
+            f"stop contains {string!r}, of which decoded text shows only {shown!r}; pass the special token alone."
         )
     return ids[0]

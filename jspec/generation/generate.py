@@ -59,8 +59,8 @@ def speculative_generate(
     """Decode with a draft. Under an exact rule, the output has exactly the distribution of `generate`.
 
     The algorithm is speculative decoding, as in Leviathan et al. 2023 and Chen et al. 2023. You can call this function
-    inside your own `jax.jit`. Only shapes are checked in that case, because there are no values yet. The same holds for
-    arguments that are still being computed. Arguments may lie on any device mesh. See docs/sharding.md.
+    inside your own `jax.jit`. In that case only shapes are checked, because there are no values yet. The same applies
+    to arguments that are still being computed. Arguments may lie on any device mesh. See docs/sharding.md.
 
     Args:
         target: the model whose distribution the output follows.
@@ -69,17 +69,18 @@ def speculative_generate(
         lengths: ``int32[B]`` in 1..P, the prompt lengths.
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). In float32, a request's output
             depends on its own prompt, key and parameters, not on the rest of the batch.
-        max_new_tokens: the maximum number of tokens to add to each prompt. It fixes shapes: each value compiles once.
-        num_draft_tokens: K, the number of draft tokens per round; 4 by default. It fixes shapes. Omit it for a tree
-            drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its number in every round
+        max_new_tokens: the maximum number of tokens to add to each prompt. This number fixes shapes, so each value
+            compiles once.
+        num_draft_tokens: K, the number of draft tokens per round; 4 by default. K fixes shapes. Omit it for a tree
+            drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its own number in every round
             (`jspec.drafters.draft_length`). "auto" uses the K that `tune` measures at the first call, which takes a
-            while. The process reuses it for models of the same shapes, whatever their weights, with the same batch
+            while. The process reuses this K for models with the same shapes, whatever their weights, at the same batch
             size, sampling and bucketed length (`jspec.tuning.tune_chain`). Because this K depends on timing, the output
             for one key may differ between processes. The distribution does not differ. If drafting does not pay off,
             "auto" decodes as `generate` does, and ``stats.accepted_at`` has no columns.
         sampling: temperature, filters and penalties: numbers for all requests, or lists or arrays with one per request.
         accept: the acceptance rule. The exact rules are "rejection"; "block", which accepts at least as much in
-            expectation; "traversal", its counterpart for trees; "k-seq", for trees whose children are drawn
+            expectation; "traversal", the counterpart of "block" for trees; "k-seq", for trees whose children are drawn
             independently; and "coupled", whose output equals that of `generate` with the same keys, except for
             rounding. An object such as ``jspec.Lenient(0.5)`` is not exact. See `jspec.rules`.
         eos_ids: the tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default,

@@ -41,17 +41,17 @@ def stream(
     the iterator ends decoding.
 
     Args:
-        target, draft, tokenizer, max_new_tokens, sampling, seed, stop, template: as for `complete`.
-        prompt: one prompt, as for `complete`.
-        num_draft_tokens: K, or "auto", as for `jspec.engine.Engine`. The default is 4, or "auto" for a lookup
-            with a fallback drafter.
+        target, draft, tokenizer, max_new_tokens, sampling, seed, stop, template: same as in `complete`.
+        prompt: one prompt, in any form that `complete` accepts.
+        num_draft_tokens: K or "auto", same as in `jspec.engine.Engine`. The default is 4, or "auto" for a lookup
+            drafter with a fallback.
 
     Yields:
         A `Completion` for each part, with the part's pieces, tokens, log-probabilities and origins, and statistics of
         the whole output so far. The `finish_reason` is None except in the last part.
 
     Raises:
-        ValueError, TypeError: as for `complete`; raised before decoding begins.
+        ValueError, TypeError: the same errors as in `complete`, raised before decoding begins.
         RuntimeError: the device failed.
     """
     check_count("max_new_tokens", max_new_tokens)
@@ -59,9 +59,7 @@ def stream(
     known = positions(target, draft)
     size = room(max_new_tokens, task.batch, known)
     if draft is None and num_draft_tokens is not None:
-        raise ValueError(
-            "draft is None, so num_draft_tokens cannot be used; pass a draft, or leave num_draft_tokens out."
-        )
+        raise ValueError("draft is None, so num_draft_tokens cannot be used; pass a draft, or omit num_draft_tokens.")
     draft_length = engine_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     how: dict[str, Any] = {} if draft is None else {"num_draft_tokens": draft_length}
     # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Access control: the hosts that the server answers to, and the web pages that may use it."""
+"""Access control: the host names that the server accepts, and the web pages that may use it."""
 
 import dataclasses
 
@@ -23,8 +23,9 @@ class Access:
 
     Attributes:
         host: the address that the server listens on.
-        hosts: additional host names under which clients may reach the server, or `*`.
-        origins: origins on other sites whose pages may use the server, or `*`. They also apply to a server with a key.
+        hosts: additional host names by which clients may address the server, or `*`.
+        origins: origins on other sites whose pages may use the server, or `*`. This list also applies to a server with
+            a key.
 
     Raises:
         ValueError: an entry of `hosts` is not a host, or an entry of `origins` is not an origin.

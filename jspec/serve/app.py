@@ -38,8 +38,8 @@ from jspec.text import eos_ids
 _LOG = logging.getLogger("jspec")
 _HERE = Access()
 _T = TypeVar("_T")
-_MORE_CONSTRAINTS = 4  # constraints beyond the number of slots: these compile while others are in use
-_UNREAD = 4  # times `room`: the limit on choices that are in progress, or have ended but are not fully read
+_MORE_CONSTRAINTS = 4  # constraints beyond the number of slots, which compile while the others are in use
+_UNREAD = 4  # times `room`: the limit on choices that are in progress or not yet fully read
 
 
 class Server:
@@ -52,7 +52,7 @@ class Server:
         name: the model name that clients use.
         version: the version that /version returns.
         max_waiting: the maximum number of waiting requests. A request for n choices counts n times.
-        api_key: the key that clients must send; None requires no key.
+        api_key: the key that clients must send. None means that no key is required.
         metrics_prefix: the prefix of metric names.
         max_body: the largest request body, in bytes.
         access: the hosts and web pages that may use the server without a key.
@@ -62,8 +62,8 @@ class Server:
         room: the maximum number of choices that run or wait.
         is_draining: whether the server rejects new requests because it is shutting down.
         open: the number of choices that the engine has not finished.
-        checks: functions that each describe, in a sentence, what keeps requests from making progress. They return an
-            empty string if nothing does.
+        checks: functions that each return a sentence that says what keeps requests from making progress, or an empty
+            string if nothing does.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Server:
         self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self.open, self._unread, self.is_draining = 0, 0, False
-        self._reading = Heartbeat()  # times how long requests take to be parsed and queued
+        self._reading = Heartbeat()  # measures how long requests take to be parsed and queued
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
         app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
@@ -104,7 +104,7 @@ class Server:
             self._served.engine.expect_constraints()
 
     def trouble(self) -> str:
-        """Describe, in a sentence, what keeps requests from making progress. Return an empty string if nothing does."""
+        """Return a sentence that says what keeps requests from making progress, or an empty string if nothing does."""
         return next(filter(None, (check() for check in self.checks)), "")
 
     def _reading_trouble(self) -> str:
@@ -150,24 +150,22 @@ class Server:
         return answer
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile the response format. The processes that it needs end with the job."""
+        """Compile the response format. The processes that the format needs end with the job."""
         if body.response_format is None or not body.is_formatted:
             return None
         return await _unless_gone(request, self._constraints.compile(job, body.response_format))
 
     def _enter(self, body: Body) -> Job:
-        """Reserve capacity for the request's choices before any work on it. Reject the request if there is none."""
+        """Reserve capacity for the request's choices before doing any work on them, or reject the request."""
         count = number_of_choices(body)
         if self.is_draining:
             raise draining()
         if count > self.room:
             param = "n" if body.n > 1 else "prompt"
-            sentence = (
-                f"The request has {count} choices in total, and the server accepts at most {self.room}; send fewer."
-            )
+            sentence = f"The request has {count} choices in total, and the server accepts at most {self.room}; request fewer choices."
             raise wrong(sentence, param)
         if self.open + count > self.room:
-            raise busy(f"{self.open} requests are running or waiting already; try again later.")
+            raise busy(f"{self.open} requests are already running or waiting; try again later.")
         if self._unread + count > _UNREAD * self.room:
             raise busy("Too many answers are waiting to be read by their clients; try again later.")
         self.open, self._unread = self.open + count, self._unread + count
@@ -262,7 +260,7 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) ->
 def _no_model(name: str, served: str) -> Refusal:
     return Refusal(
         404,
-        f"There is no model {reprlib.repr(name)} here; use {served!r}, which this server has.",
+        f"There is no model {reprlib.repr(name)} here; use {served!r}, the model of this server.",
         "model",
         "model_not_found",
     )
@@ -275,11 +273,11 @@ def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = No
 async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         return _json(error.as_json(), error.status, error.headers)
-    if isinstance(error, HTTPException):  # Starlette raises it if there is no such path or method
+    if isinstance(error, HTTPException):  # Starlette raises this error if the path or method does not exist
         refusal = Refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
         return _json(refusal.as_json(), error.status_code, error.headers)
     if isinstance(error, ClientDisconnect):
-        return PlainTextResponse("", 400)  # the client has disconnected and does not read this
+        return PlainTextResponse("", 400)  # the client has disconnected and does not read this response
     refusal = Refusal(500, "The server failed; see its log for the reason.", code="internal_error")
     return _json(refusal.as_json(), 500)
 

@@ -16,7 +16,7 @@ class Choice:
 
     Attributes:
         index: the index of the choice in the response.
-        prompt: the index of its prompt.
+        prompt: the index of the choice's prompt.
         result: the engine's result, which grows in another thread.
         count: the number of delivered tokens.
         finish_reason: "stop", "length", "abort" or "error"; None while the choice is in progress.
@@ -65,7 +65,7 @@ class Choice:
         if self.finish_reason is not None:
             return 0
         self.result, before = result, self.count
-        ended = result.finish_reason  # read before the tokens, because no token follows it
+        ended = result.finish_reason  # read before the tokens, because no token arrives after the finish reason
         for token in result.tokens[self.count : self._parsed.max_tokens]:
             self.count += 1
             self._write(token)
@@ -92,7 +92,7 @@ class Choice:
             self.writer.add(token)
 
     def _end(self, reason: str) -> None:
-        if reason == "eos" and self._parsed.max_tokens != 0:  # a request for an echo alone drops the engine's token
+        if reason == "eos" and self._parsed.max_tokens != 0:  # with max_tokens=0, the engine's token is dropped
             self._finish("stop", self._parsed.ends.get(self.tokens[-1]) if self.count else None)
         else:
             self._finish({"cancelled": "abort", "eos": "length"}.get(reason, reason))

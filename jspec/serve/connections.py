@@ -1,5 +1,5 @@
 # pyright: strict, reportUnnecessaryComparison=false
-"""Connections: limits on their number and on how long each may keep the server waiting, and eviction of the slowest."""
+"""Limits on the number of connections and on how long each may keep the server waiting; eviction of the slowest."""
 
 import asyncio
 import errno
@@ -16,11 +16,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jspec.serve.errors import wrong
 
-_HEAD = 30.0  # seconds for a request head to arrive in full, once it has begun
-_FLUSH = 60.0  # seconds for the client to read the last response, once a connection closes
-_TAKE = 600.0  # seconds for the client to read a part of a response
+_HEAD = 30.0  # seconds that a request head may take to arrive in full, from its first byte
+_FLUSH = 60.0  # seconds that the client may take to read the last response once a connection closes
+_TAKE = 600.0  # seconds that the client may take to read a part of a response
 _MOST = 4096
-_NEW = 1.0  # seconds that every new connection has to send its request
+_NEW = 1.0  # seconds that a new connection may take to send its request
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class Connection(H11Protocol):
         self._end_after(self.timeout_keep_alive)
 
     def data_received(self, data: bytes) -> None:
-        """Receive a part of a request."""
+        """Handle received bytes of a request."""
         before = self.cycle
         if self._is_idle and not self._head_began:
             self._head_began = True
@@ -64,7 +64,7 @@ class Connection(H11Protocol):
             self._has_begun()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or continue with one that arrived early."""
+        """Wait for the next request, or continue with a request that arrived early."""
         before = self.cycle
         super().on_response_complete()
         self.waits_since = time.monotonic()
@@ -91,7 +91,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to a request that is not valid HTTP, in the same format as all other errors."""
+        """Respond to invalid HTTP with an error in the same format as all other errors."""
         answer = JSONResponse(wrong("The request is not valid HTTP/1.1.").as_json(), 400, {"Connection": "close"})
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise another response is in progress
             head = h11.Response(status_code=400, headers=answer.raw_headers)
@@ -162,7 +162,7 @@ async def accept(
 
 
 def _make_room(connections: Collection[Connection], newest: Connection | None = None) -> bool:
-    """Close the connections that have kept the server waiting longest, several at once because each search is slow."""
+    """Close the connections that have kept the server waiting longest. Each search is slow, so close several."""
     waiting = (connection for connection in connections if connection.is_waiting and connection is not newest)
     oldest = heapq.nsmallest(max(1, len(connections) // 16), waiting, key=lambda connection: connection.waits_since)
     if not oldest and newest is not None and newest.is_waiting and time.monotonic() - newest.waits_since > _NEW:
@@ -179,7 +179,7 @@ def _make_room(connections: Collection[Connection], newest: Connection | None = 
 
 
 def most_connections() -> int:
-    """Return the most connections that leave the process enough file descriptors for everything else."""
+    """Return the maximum number of connections that leaves enough file descriptors for everything else."""
     try:
         import resource
     except ImportError:  # Windows, where sockets are not files

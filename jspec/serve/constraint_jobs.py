@@ -1,5 +1,5 @@
 # pyright: strict
-"""Request constraints: their limit, and their compilation in parallel with other work."""
+"""Compilation of request constraints in parallel with other work, and a limit on their number."""
 
 import asyncio
 import functools
@@ -17,11 +17,11 @@ from jspec.serve.schemas import ResponseFormat
 class ConstraintCompiler:
     """A compiler for response formats.
 
-    Each format needs its own processes, so only a limited number of formats exist at once. Other requests wait.
+    Each format needs its own processes, so the number of formats that exist at once is limited. Other requests wait.
 
     Args:
         grammars: compiles the formats; None if this model's output cannot be constrained.
-        limit: the maximum number of requests that hold a constraint. Three times as many may wait for one.
+        limit: the maximum number of requests that hold a constraint. Three times as many requests may wait for one.
     """
 
     def __init__(self, grammars: Grammars | None, limit: int):
@@ -39,7 +39,7 @@ class ConstraintCompiler:
         if grammars is None:
             raise wrong("response_format is not supported with this model's tokenizer.", "response_format")
         if self._limiter.statistics().tasks_waiting >= 3 * self._limiter.total_tokens:
-            raise busy("Too many requests with a response_format are waiting already; try again later.")
+            raise busy("Too many requests with a response_format are already waiting; try again later.")
         await self._limiter.acquire_on_behalf_of(holder)
         compiled = asyncio.ensure_future(to_thread.run_sync(_compiling(grammars, wanted), limiter=self._threads))
         self._held[holder] = compiled

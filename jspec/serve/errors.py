@@ -37,7 +37,7 @@ class Refusal(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """Return a `Refusal` for an invalid request. The message may quote the request; it is cut to one short sentence."""
+    """Return a `Refusal` for an invalid request. The message, which may quote the request, is truncated."""
     message = _short(" ".join(message.split()))
     return Refusal(400, message if message.endswith(".") else f"{message}.", param, code)
 
@@ -48,7 +48,7 @@ def _short(text: str) -> str:
 
 
 def busy(message: str) -> Refusal:
-    """Return a `Refusal` for a request that the client may soon send again."""
+    """Return a `Refusal` for a request that the client may retry soon."""
     return Refusal(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Hosts and origins in the form that browsers use, and a server's names."""
+"""Parsing of hosts and origins into the form that browsers use, and the server's own names."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ class Names:
     """
 
     def __init__(self, host: str, others: Iterable[str] = ()):
-        self._address = _address(host.partition("%")[0])  # clients leave out a zone id, as in fe80::1%eth0
+        self._address = _address(host.partition("%")[0])  # clients omit a zone id such as the one in fe80::1%eth0
         self._names = {"localhost", host.lower(), *map(name_of, others)}
         if self._address is None or not self._address.is_loopback:
             self._names.add(socket.gethostname().lower())
@@ -62,7 +62,7 @@ def name_of(host: str) -> str:
 
 
 def split(authority: str) -> tuple[str, int | None]:
-    """Split ``host:port`` into the host, normalised as by `name_of`, and the port, which is None if it is left out.
+    """Split ``host:port`` into the host, normalised by `name_of`, and the port, or None if there is no port.
 
     Raises:
         ValueError: `authority` is not a host, or has more than a host and a port.
@@ -85,13 +85,13 @@ def origin_of(text: str) -> str:
     except ValueError:
         name, port = "", None
     if match is None or not name:
-        raise ValueError(f"{text!r} is not an origin; write it as in https://example.com, without a path.")
+        raise ValueError(f"{text!r} is not an origin; write an origin such as https://example.com, without a path.")
     shown = f"[{name}]" if ":" in name else name
     return f"{match[1]}://{shown}" + ("" if port in (None, _PORTS.get(match[1])) else f":{port}")
 
 
 def is_same(origin: str, authority: str) -> bool:
-    """Return whether a page from `origin` came from this ``host:port``. Both schemes match; a proxy may add TLS."""
+    """Return whether `origin` has this ``host:port``. Both schemes match, because a proxy may add TLS."""
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or match[1] not in _PORTS:
         return False

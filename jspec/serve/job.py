@@ -63,7 +63,7 @@ class Job:
             self.choices = []
             raise
         for choice in self.choices:
-            if choice.finish_reason is not None:  # it ended before its request was submitted
+            if choice.finish_reason is not None:  # the choice ended before its request was submitted
                 self._cancel(choice)
 
     def _submit(self) -> None:
@@ -73,7 +73,7 @@ class Job:
                 choice.active_request = self.served.engine.submit(choice.request, listen)
                 choice.result = choice.active_request.result  # some fields are known before the first token
         except queue.Full:
-            raise busy("Too many requests are waiting already; try again later.") from None
+            raise busy("Too many requests are already waiting; try again later.") from None
         except RuntimeError:
             raise draining() from None
         except (ValueError, TypeError) as error:
@@ -118,7 +118,7 @@ class Job:
             self._end()
 
     def delivered(self) -> None:
-        """Record that the client has read the response, or never will."""
+        """Record that the client has read the response or will never read it."""
         delivered, self._delivered = self._delivered, _nothing
         delivered()
 

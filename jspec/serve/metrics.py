@@ -1,5 +1,5 @@
 # pyright: strict
-"""The metrics that /metrics returns, with vLLM's names after a prefix.
+"""The metrics that /metrics returns, named as in vLLM after a prefix.
 
 Each choice counts as one request. A prompt's tokens count once.
 """
@@ -19,7 +19,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _GAUGES = {
     "num_requests_running": "Requests with a slot.",
     "num_requests_waiting": "Requests without a slot.",
-    "kv_cache_usage_perc": "Share of the slots' capacity that tokens use; 1 is all.",
+    "kv_cache_usage_perc": "Share of the slots' capacity that tokens occupy, from 0 to 1.",
 }
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens.",
@@ -31,12 +31,12 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": "Accepted draft tokens.",
 }
 _TIMES = {
-    "time_to_first_token_seconds": "From the request's arrival.",
-    "inter_token_latency_seconds": "Between two tokens of a request, averaged over tokens that arrive together.",
-    "e2e_request_latency_seconds": "From the request's arrival to its last token.",
-    "request_queue_time_seconds": "From the request's arrival to its slot.",
-    "request_prefill_time_seconds": "From the slot to the first token.",
-    "request_decode_time_seconds": "From the first token to the last.",
+    "time_to_first_token_seconds": "Time from the request's arrival to its first token.",
+    "inter_token_latency_seconds": "Time between two tokens of a request, averaged over tokens that arrive together.",
+    "e2e_request_latency_seconds": "Time from the request's arrival to its last token.",
+    "request_queue_time_seconds": "Time from the request's arrival to its slot assignment.",
+    "request_prefill_time_seconds": "Time from the slot assignment to the first token.",
+    "request_decode_time_seconds": "Time from the first token to the last.",
 }
 _SIZES = {"request_prompt_tokens": "Tokens per prompt.", "request_generation_tokens": "Generated tokens per request."}
 _Metric = TypeVar("_Metric", Gauge, Counter, Histogram)

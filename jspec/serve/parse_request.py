@@ -1,5 +1,5 @@
 # pyright: strict
-"""Conversion of a request body to engine requests: token-id prompts, sampling parameters, keys and end tokens."""
+"""Conversion of a request body into engine requests with token-id prompts, sampling parameters, keys and end tokens."""
 
 import dataclasses
 import json
@@ -33,7 +33,8 @@ class Served:
         engine: the engine that decodes.
         tokenizer: the target's tokenizer.
         names: the token names.
-        grammars: constrains the output; None if the tokenizer does not expose its internals, or if there is no EOS.
+        grammars: constrains the output; None if the tokenizer does not expose its internals, or if the model has no
+            EOS.
     """
 
     name: str
@@ -65,8 +66,9 @@ class ParsedRequest:
     Attributes:
         body: the body as received.
         prompts: the token ids of each prompt.
-        requests: the engine requests, n consecutive ones for each prompt.
-        max_tokens: the maximum number of tokens in a choice. 0 means an echo alone; the engine still decodes one token.
+        requests: the engine requests, of which n consecutive ones belong to each prompt.
+        max_tokens: the maximum number of tokens in a choice. 0 means that only the prompt is echoed, although the
+            engine still decodes one token.
         top: the number of most likely tokens to list for each token; None for no log-probabilities.
         stop: the stop strings.
         ends: the tokens that end the output, each with its stop reason: a string, an id, or None for the model's own.
@@ -127,7 +129,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
 
 
 def _template(served: Served, body: Body) -> dict[str, object]:
-    """Return a chat's template variables. Like its messages, they may not exceed the maximum sequence length."""
+    """Return a chat's template variables. The maximum sequence length limits their size, as it does for messages."""
     name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
     try:
         _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
@@ -143,7 +145,7 @@ def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(
             f"There are {longest} characters in {param}, too many for the {served.max_length} tokens that prompt and "
-            "output may have in total; shorten it.",
+            "output may have in total; shorten the text.",
             param,
             "context_length_exceeded",
         )
@@ -154,7 +156,7 @@ def _check_ids(served: Served, prompts: Sequence[Sequence[int]], param: str) -> 
     if (longest := max(map(len, prompts), default=0)) >= served.max_length:
         raise wrong(
             f"There are {longest} tokens in {param}, but prompt and output may have at most {served.max_length} in "
-            "total; shorten it.",
+            "total; shorten the prompt.",
             param,
             "context_length_exceeded",
         )
@@ -177,8 +179,8 @@ def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | 
     most = served.engine.device.sizes.eos_ids
     if len(ends) > most:
         raise wrong(
-            f"{len(ends)} tokens may end the output, the model's own included, and this server supports at most "
-            f"{most}; give fewer stop_token_ids.",
+            f"{len(ends)} tokens may end the output, including the model's own, but this server supports at most "
+            f"{most}; send fewer stop_token_ids.",
             "stop_token_ids",
         )
     return task.stop, ends
@@ -211,7 +213,7 @@ def _request(
 ) -> Request:
     room = served.max_length - len(prompt)
     key = None
-    if body.seed is not None:  # a fixed key type, so that a seed gives the same text with any default of JAX
+    if body.seed is not None:  # a fixed key type, so that a seed gives the same text whatever JAX's default is
         key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     return Request(

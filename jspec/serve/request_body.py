@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from jspec.serve.errors import Json, Refusal, wrong
 
-_PATIENCE = 60.0  # seconds for a body to arrive
+_PATIENCE = 60.0  # seconds that a body may take to arrive
 _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
 
 
@@ -37,7 +37,7 @@ async def read(request: Request, most: int) -> bytes:
     """Read and return the request body, which may have at most `most` bytes.
 
     Raises:
-        Refusal: the body is longer, or takes too long to arrive.
+        Refusal: the body has more bytes, or takes too long to arrive.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
@@ -82,11 +82,11 @@ def _check_size(body: bytes) -> None:
     """Reject too many small values. Python holds its lock while it parses them, so all other requests would wait."""
     for marks, most, names in ((b"[{:", _MOST_FIELDS, "characters [, { and :"), (b",", _MOST_COMMAS, "commas")):
         if sum(body.count(mark) for mark in marks) > most:
-            raise wrong(f"The body has more than {most} {names}; send less.", code="body_too_long")
+            raise wrong(f"The body has more than {most} {names}; send a smaller body.", code="body_too_long")
 
 
 def _too_long(most: int) -> Refusal:
-    return Refusal(413, f"The body has more than {most} bytes; send less.", code="body_too_long")
+    return Refusal(413, f"The body has more than {most} bytes; send a smaller body.", code="body_too_long")
 
 
 def _no_number(name: str) -> NoReturn:

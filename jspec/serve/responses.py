@@ -18,7 +18,7 @@ from jspec.serve.errors import Json
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
 
-_LEAST = -9999.0  # stands for minus infinity, as in other servers
+_LEAST = -9999.0  # represents minus infinity, as in other servers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Answer:
         usage: dict[str, Json] = {"usage": None} if options and options.include_usage else {}
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._parsed.echoes:
-            await to_thread.run_sync(self._read_prompts)  # some prompts may be long
+            await to_thread.run_sync(self._read_prompts)  # a prompt may be long
         async for _ in self._job.news():
             for choice in self._job.choices:
                 if self._has_more(choice):
                     part = self._next(choice)
-                    if part.is_first and self._is_chat:  # if it came sooner, clients would take it for the first token
+                    if part.is_first and self._is_chat:  # clients would mistake an earlier event for the first token
                         role = {"role": "assistant", "content": ""}
                         yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
                     is_large = part.is_first and self._parsed.echoes

@@ -17,7 +17,7 @@ from sse_starlette.sse import AppStatus
 
 from jspec.serve.connections import Connection, Seldom, accept, most_connections
 
-if TYPE_CHECKING:  # the module imports jax, and an address in use should be reported before that
+if TYPE_CHECKING:  # this module imports jax, which is slow; an address in use should be reported first
     from jspec.serve.app import Server
 
 _LOG = logging.getLogger("jspec")
@@ -30,15 +30,15 @@ _SOON = 10  # seconds for the rest of the shutdown
 def bound(host: str, port: int) -> socket.socket:
     """Bind a socket to this address, so that no other process can bind it.
 
-    The socket does not listen yet. While programs compile, connections from clients and load balancers are refused,
-    so that they do not wait.
+    The socket does not listen yet. While programs compile, clients and load balancers get a refused connection instead
+    of waiting.
 
     Raises:
         ValueError: the host is empty, which would mean every address of this machine.
         OSError: the address is not available.
     """
     if not host.strip():
-        raise ValueError("The host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all addresses.")
+        raise ValueError("The host is empty; pass an address such as 127.0.0.1, or 0.0.0.0 for all addresses.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -54,9 +54,9 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that drains on the first signal and exits at once on the second.
+    """A uvicorn server that drains on the first signal and exits immediately on the second.
 
-    While it drains, it rejects new requests. It exits when all other requests have ended.
+    While draining, the server rejects new requests. It exits when all earlier requests have ended.
     """
 
     def __init__(self, server: "Server", keep_alive: int):
@@ -77,7 +77,7 @@ class _Uvicorn(uvicorn.Server):
         self._limits: queue.SimpleQueue[float | None] = queue.SimpleQueue()  # a signal handler may use this type
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections here, because uvicorn would accept more than there are file descriptors, and log each."""
+        """Accept connections here. Uvicorn would accept more than there are file descriptors, and log each failure."""
         await super().startup([])
         listener = (sockets or [])[0]
         listener.setblocking(False)
@@ -108,14 +108,14 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = self.should_exit or self._server.is_draining
         if self.should_exit:
             self.force_exit, self.config.timeout_graceful_shutdown = True, 0
-            logging.getLogger("uvicorn.error").disabled = True  # it would log every response that is cut short
+            logging.getLogger("uvicorn.error").disabled = True  # uvicorn would log every response that is cut short
         self._server.is_draining = True
         self._limits.put(_SOON if self.should_exit else _DRAIN + _PATIENCE + _SOON)
 
     async def on_tick(self, counter: int) -> bool:
         """Check ten times a second whether the server should end."""
         if self._accepting.done():
-            self._accepting.result()  # raises the error that ended it
+            self._accepting.result()  # raises the error that ended the task
         if self._server.is_draining and not self.should_exit:
             trouble = self._server.trouble()
             if trouble:
@@ -135,7 +135,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _watch(limits: "queue.SimpleQueue[float | None]") -> None:
-    """End the process with status 1 if the number of seconds given by one limit passes before the next limit arrives.
+    """End the process with status 1 if the next limit does not arrive within the seconds that the last one allows.
 
     A limit of None ends the watch. The watch runs in a thread, because the event loop itself may be stuck.
     """
@@ -166,8 +166,8 @@ def run(server: "Server", listener: socket.socket, keep_alive: int = 75) -> None
     Args:
         server: the server to run.
         listener: a listening socket.
-        keep_alive: the number of seconds that a connection may be idle. Proxies and client pools keep connections for
-            60 seconds, and the server should not close a connection that they are about to use.
+        keep_alive: the number of seconds that a connection may be idle. Proxies and client pools keep connections open
+            for 60 seconds, and the server should not close a connection that they are about to use.
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its connections must not block the next server
     # Automatic draining would cut off streams when the engine finishes them, even if clients have not read them.

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Request body schemas. Types are strict, unknown fields are errors, and null is the same as a missing field."""
+"""Request body schemas. Types are strict, unknown fields are errors, and a null field counts as missing."""
 
 import reprlib
 from typing import Annotated, Literal, Self, cast
@@ -101,7 +101,7 @@ class ResponseFormat(_Strict):
         for name in ("json_schema", "regex"):
             if (getattr(self, name) is not None) != (self.type == name):
                 raise PydanticCustomError(
-                    "response_format", f"response_format must have {name} if its type is {name!r}, and only then"
+                    "response_format", f"response_format must have {name} if, and only if, its type is {name!r}"
                 )
         return self
 
@@ -137,13 +137,13 @@ class Body(_Strict):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options needs a stream; set stream to true")
+            raise PydanticCustomError("stream_options", "stream_options requires streaming; set stream to true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise PydanticCustomError("min_tokens", "min_tokens is above max_tokens; lower it")
+            raise PydanticCustomError("min_tokens", "min_tokens is greater than max_tokens; reduce min_tokens")
         if self.is_formatted and (self.ignore_eos or self.min_tokens):
             raise PydanticCustomError(
                 "response_format",
-                "response_format determines where the output ends; leave out ignore_eos and min_tokens",
+                "response_format determines where the output ends; omit ignore_eos and min_tokens",
             )
         return self
 
@@ -165,10 +165,10 @@ class CompletionBody(Body):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise PydanticCustomError("best_of", "best_of must equal n, because no choice is discarded; leave it out")
+            raise PydanticCustomError("best_of", "best_of must equal n, because no choice is discarded; omit best_of")
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError(
-                "max_tokens", "max_tokens is 0, which needs echo; set it to 1 or more, or set echo to true"
+                "max_tokens", "max_tokens is 0, which requires echo; set max_tokens to 1 or more, or set echo to true"
             )
         return self
 
@@ -204,13 +204,17 @@ class ChatBody(Body):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
+            raise PydanticCustomError("top_logprobs", "top_logprobs requires logprobs; set logprobs to true")
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; leave one out")
+                raise PydanticCustomError(
+                    "max_tokens", "max_tokens and max_completion_tokens differ; send only one of these fields"
+                )
             self.max_tokens = self.max_completion_tokens
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise PydanticCustomError("min_tokens", "min_tokens is above max_completion_tokens; lower it")
+            raise PydanticCustomError(
+                "min_tokens", "min_tokens is greater than max_completion_tokens; reduce min_tokens"
+            )
         return self
 
 
@@ -225,7 +229,7 @@ def understood(kind: type[Body], fields: Json) -> Body:
     _check_sizes(fields)
     for name in _REFUSED:
         if fields.get(name) is not None:
-            raise wrong(f"{name} is not supported by this server; leave it out.", name, "unsupported")
+            raise wrong(f"{name} is not supported by this server; omit this field.", name, "unsupported")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -255,9 +259,9 @@ def _refusal(found: ErrorDetails) -> Refusal:
     place = _place(found["loc"])
     kind, message, given = found["type"], found["msg"], _SHORT.repr(found["input"])
     if kind == "missing":
-        return wrong(f"{place} is missing; give it.", place)
+        return wrong(f"{place} is missing; add this field.", place)
     if kind == "extra_forbidden":
-        return wrong(f"{place} is not a field that this server supports; leave it out.", place, "unknown_field")
+        return wrong(f"{place} is not a field that this server supports; omit this field.", place, "unknown_field")
     if place.endswith(".type") and place.startswith("messages"):
         return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
     if kind in ("prompt", "stop"):

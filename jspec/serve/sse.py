@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Responses sent piece by piece. Clients must read each piece in time, and no response is serialised all at once."""
+"""Responses that are serialised and sent piece by piece. Clients must read each piece in time."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ from jspec.serve.job import Job
 from jspec.serve.responses import Answer
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 600.0  # seconds for a client to read one piece
-_LEVELS, _FEW = 4, 64  # more deeply nested values in a response are small, but there may be many
+_PATIENCE = 600.0  # seconds that a client may take to read one piece
+_LEVELS, _FEW = 4, 64  # levels; deeper values in a response are small, but numerous
 _PIECE = 2**16  # characters
 _PING = 15  # seconds between pings
 
 
 class Whole(StreamingResponse):
-    """A finished job's response, as one object. It counts as delivered afterwards, even if sending it fails."""
+    """A finished job's response as one object. The response counts as delivered afterwards, even if sending fails."""
 
     def __init__(self, job: Job, content: dict[str, Json]):
         self._job = job
@@ -45,8 +45,8 @@ class Whole(StreamingResponse):
 class _Ping(ServerSentEvent):
     """A comment that keeps a connection alive while a request waits for its first token.
 
-    The comment omits the blank line that ends an event, because some clients take that line for an event without data.
-    Other clients merge a comment with the event after it, and drop both. Therefore no ping is sent between two tokens.
+    The comment omits the blank line that ends an event, because some clients mistake that line for an event without
+    data. Other clients merge a comment with the next event and drop both. Therefore no ping is sent between two tokens.
     """
 
     def __init__(self, is_needed: bool):
@@ -59,7 +59,7 @@ class _Ping(ServerSentEvent):
 
 
 class Stream(EventSourceResponse):
-    """A job's response as server-sent events. The job is closed afterwards, even if sending it fails."""
+    """A job's response as server-sent events. The job is closed afterwards, even if sending the events fails."""
 
     def __init__(self, job: Job):
         self._job, self._has_begun = job, False

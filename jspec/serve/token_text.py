@@ -44,7 +44,7 @@ class Names:
 
 
 def _bytes(raw: str) -> bytes | None:
-    """Return the bytes that a vocabulary entry stands for, if it is ``<0xE2>`` or uses GPT-2's byte letters."""
+    """Return the bytes that a vocabulary entry like ``<0xE2>`` or one in GPT-2's byte letters represents, or None."""
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", raw):
         return bytes([int(found[1], 16)])
     if raw and all(letter in _LETTERS for letter in raw):

@@ -11,7 +11,7 @@ from jspec.serve.errors import Json
 
 @dataclasses.dataclass
 class DraftUsage:
-    """Counts of rounds and draft tokens. A round counts if it produced a delivered token.
+    """Counts of rounds and draft tokens. A round counts if the client received one of its tokens.
 
     Attributes:
         rounds: the number of rounds.
@@ -27,7 +27,7 @@ class DraftUsage:
 
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
-        """Return the statistics of an output with `delivered` tokens. The engine may have decoded more after a stop."""
+        """Return the statistics of an output with `delivered` tokens. The engine may have decoded more than those."""
         usage, tokens = cls(), 0
         for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
             if tokens >= delivered:

@@ -177,8 +177,8 @@ def test_stop_strings_end_a_text_as_a_decoder_that_stops_would(pieces, stop):
 
 
 REFUSED = {
-    "empty stop": ({"stop": ["a", ""]}, "expected strings that are not empty"),
-    "stop of ids": ({"stop": [3]}, "expected strings that are not empty"),
+    "empty stop": ({"stop": ["a", ""]}, "expected non-empty strings"),
+    "stop of ids": ({"stop": [3]}, "expected non-empty strings"),
     "stop of nothing": ({"stop": None}, "stop is None; expected strings"),
     "half a special stop": (
         {"stop": f"{text_pair.END}x"},

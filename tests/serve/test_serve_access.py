@@ -206,7 +206,7 @@ def test_how_names_and_origins_are_written(run, sources):
         ("--allow-host", "http://a.org"): "'http://a.org' is not a host",
         ("--allow-host", "a.org:80"): "'a.org:80' is not a host",
         ("--allow-host", ""): "'' is not a host",
-        ("--allow-origin", "a.org"): "'a.org' is not an origin; write it as in https://example.com",
+        ("--allow-origin", "a.org"): "'a.org' is not an origin; write an origin such as https://example.com",
         ("--allow-origin", "https://a.org/"): "without a path",
         ("--allow-origin", "null"): "'null' is not an origin",
     }

@@ -77,9 +77,9 @@ TOO_LONG = "exceed the 128 tokens that prompt and output may have in total; redu
     [
         ({"temperature": -1}, "temperature is -1; expected a number greater than or equal to 0."),
         ({"top_k": "many"}, "top_k is 'many'; expected a valid integer."),
-        ({"foo": 1}, "foo is not a field that this server supports; leave it out."),
-        ({"suffix": "x"}, "suffix is not supported by this server; leave it out."),
-        ({"best_of": 3, "n": 2}, "best_of must equal n, because no choice is discarded; leave it out."),
+        ({"foo": 1}, "foo is not a field that this server supports; omit this field."),
+        ({"suffix": "x"}, "suffix is not supported by this server; omit this field."),
+        ({"best_of": 3, "n": 2}, "best_of must equal n, because no choice is discarded; omit best_of."),
         ({"prompt": "x" * 120}, f"The prompt (120 tokens) and max_tokens (16) {TOO_LONG}"),
         ({"max_tokens": 200}, f"The prompt (1 tokens) and max_tokens (200) {TOO_LONG}"),
         ({"stream_options": 1}, "stream_options is 1; expected an object."),
@@ -88,25 +88,25 @@ TOO_LONG = "exceed the 128 tokens that prompt and output may have in total; redu
         (
             {"prompt": "x" * 10**5},
             "There are 100000 characters in prompt, too many for the 128 tokens that prompt and output may have in "
-            "total; shorten it.",
+            "total; shorten the text.",
         ),
         ({"temperature": float("nan")}, "The body is not valid JSON: NaN is not a JSON number."),
         ({"prompt": [261]}, "prompt holds the id 261, outside the vocabulary of 261 tokens."),
         ({"stop_token_ids": [300]}, "stop_token_ids holds 300, outside the vocabulary of 261 tokens."),
         (
             {"prompt": [1] * 128},
-            "There are 128 tokens in prompt, but prompt and output may have at most 128 in total; shorten it.",
+            "There are 128 tokens in prompt, but prompt and output may have at most 128 in total; shorten the prompt.",
         ),
         ({"temperature": {str(i): 1 for i in range(60)}}, "temperature is {...}; expected a valid number."),
         (
             {"response_format": {"type": "regex"}},
-            "response_format must have regex if its type is 'regex', and only then.",
+            "response_format must have regex if, and only if, its type is 'regex'.",
         ),
         (
             {"response_format": {"type": "owl"}},
             "response_format.type is 'owl'; expected 'text', 'json_object', 'json_schema' or 'regex'.",
         ),
-        ({"n": 100}, "The request has 100 choices in total, and the server accepts at most 8; send fewer."),
+        ({"n": 100}, "The request has 100 choices in total, and the server accepts at most 8; request fewer choices."),
     ],
 )
 def test_sentences(client, fields, sentence):

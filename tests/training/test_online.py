@@ -109,5 +109,5 @@ def test_what_cannot_learn():
         jspec.online.Learner(TARGET, jspec.HydraDrafter.untrained(TARGET, 2, rngs=nnx.Rngs(0)))
     learner = jspec.online.Learner(TARGET, EagleDrafter(eagle_heads.eagle(TARGET)))
     out = jspec.generate(TARGET, jnp.ones((1, 2), int), [2], jax.random.split(jax.random.key(0), 1), max_new_tokens=4)
-    with pytest.raises(ValueError, match="There are 2 prompts but 1 outputs; give one prompt for each output"):
+    with pytest.raises(ValueError, match="There are 2 prompts but 1 outputs; pass one prompt for each output"):
         learner.learn([[1], [2]], out)
