@@ -34,12 +34,12 @@ class Plan:
         rows: all rows.
         step_tokens: the maximum number of tokens in a batch, including padding. A single row may have more.
         seed: the seed for the order, which differs in every epoch.
-        devices: padding rows fill each batch to a multiple of this number. They do not affect training.
+        devices: padding rows fill each batch to a multiple of this number. Padding rows do not affect training.
     """
 
     def __init__(self, rows: Sequence[Row], step_tokens: int, seed: int, devices: int = 1):
         self.rows, self._seed, self._devices = rows, seed, devices
-        self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # the last requested epoch, and its order
+        self._order: tuple[int, list[tuple[np.ndarray, int]]] = -1, []  # the last requested epoch and its order
         self._widths = np.array([-(-len(row.tokens) // _TILE) * _TILE for row in rows])
         self._sizes = {int(width): max(1, step_tokens // int(width)) for width in np.unique(self._widths)}
 
@@ -71,7 +71,7 @@ class Plan:
         return [found[i] for i in rng.permutation(len(found))]
 
     def of_rows(self, numbers: np.ndarray, width: int) -> Batch:
-        """Return a batch of the rows `numbers`, with padding rows up to the batch size for their width."""
+        """Return a batch of the rows `numbers`, filled with padding rows up to the batch size for their width."""
         size = -(-self._sizes[width] // self._devices) * self._devices
         return side_by_side([self.rows[cast(int, number)] for number in numbers], size, width, numbers)
 

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Draft models that complement each other: each one learns the tokens that earlier ones get wrong."""
+"""Draft models that complement each other: each model learns the tokens that earlier models get wrong."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jspec.training.target_states import TargetStates, run_target
 def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
     """Restrict the tokens to learn to those where the most likely tokens of `drafter` and the target differ.
 
-    This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are left out.
+    This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are dropped.
 
     Raises:
         ValueError: no row remains.
@@ -35,13 +35,13 @@ def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_to
             if number >= 0 and wrong[2:].any():
                 found.append(dataclasses.replace(row, learned=wrong))
     if not found:
-        raise ValueError("The draft models so far already predict every token of the target; train fewer (boost).")
+        raise ValueError("The draft models so far already predict every token of the target; train fewer models.")
     return found
 
 
 @jax.jit
 def _alike(target: Llama, drafter: ModelDrafter, tokens: Array) -> Array:
-    """Return ``bool[B, S]``, whether both have the same most likely token at each position; the first is False."""
+    """Return ``bool[B, S]``, whether both have the same most likely token at each position. Position 0 is False."""
     target_states = cast(TargetStates, run_target(target, tokens, ()))
     (said,) = model(drafter, target, tokens, target_states, 1)
     same = said.argmax(-1) == target.logits(target_states.hidden).argmax(-1)

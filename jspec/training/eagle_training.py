@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""EAGLE heads in training: a head's logits for whole sequences, step by step as in a draft."""
+"""EAGLE heads in training: a head's logits for whole sequences, computed step by step as when drafting."""
 
 import dataclasses
 import math
@@ -23,8 +23,8 @@ def new_head(target: Llama, draft_ids: np.ndarray | None, seed: int) -> Eagle:
     """Return a float32 EAGLE-3 head for `target` that reads hidden states from its early, middle and late layers.
 
     The head normalises its own output before reading it again, and normalises each of the target's states (EAGLE-3.1).
-    Its embedding and its output head are the target's, and training does not change them. Its output head has only the
-    columns for `draft_ids`.
+    The embedding and the output head are copied from the target, and training does not change them. The output head has
+    only the columns for `draft_ids`.
 
     Args:
         draft_ids: the tokens that the head can draft, in ascending order; None for all.
@@ -43,7 +43,7 @@ def new_head(target: Llama, draft_ids: np.ndarray | None, seed: int) -> Eagle:
 
 
 def features(depth: int) -> tuple[int, ...]:
-    """Return the states to read from a target with `depth` layers: the inputs of its second, middle and last layers.
+    """Return the indices of the states to read from a target with `depth` layers: early, middle and late inputs.
 
     EAGLE-3 uses the inputs of layers 2, L/2 and L - 3. In a small model these are too close together. In a model with
     one or two layers, all three inputs are the same.
@@ -83,11 +83,11 @@ def unroll(head: Eagle, target: Llama, tokens: Array, states: Array, depth: int)
         seen.append((rotate(k, tables), v))
         hidden = head.out_of_layer(x, _attend(rotate(q, tables), seen))
         yield head.draft_logits(hidden, target)
-        hidden = later(hidden, 1)  # the next token reads it
+        hidden = later(hidden, 1)  # the next token's pass reads this state
 
 
 def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
-    """Attend to a sequence in which each position and the last ones before it are drafts: all but the first of `seen`.
+    """Attend to a sequence in which the later passes in `seen` are drafts: each position and those just before it.
 
     Among the first pass's keys, a position sees all positions up to its drafts. Among each later pass's keys, it sees
     only the position that belongs to its draft. The scores are therefore one matrix, plus one column per later pass.

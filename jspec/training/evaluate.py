@@ -49,11 +49,11 @@ def measure(
     num_draft_tokens: int,
     temperature: float,
 ) -> Result:
-    """Continue every prompt both without and with the drafter. The first pass, which compiles, does not count."""
+    """Continue every prompt both without and with the drafter. The first run compiles and does not count."""
     rates = evaluation.agreement if temperature == 0 else evaluation.acceptance
     rates = (rates + rates[-1:] * num_draft_tokens)[:num_draft_tokens]  # a draft model has one rate for all depths
     seconds, tokens, rounds = np.zeros(2), 0, 0
-    batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that nothing compiles again
+    batch = encode(None, [list(prompt) for prompt in prompts])  # one width, so that no call recompiles
     for number, row in enumerate([0, *range(len(prompts))]):
         one = Batch(batch.tokens[row : row + 1], batch.lengths[row : row + 1])
         most = min(_NEW_TOKENS, target.config.max_position_embeddings - int(batch.lengths.max()))
@@ -77,7 +77,7 @@ def _timed(
     most: int,
 ) -> tuple[float, Output]:
     request = target, prompt.tokens, prompt.lengths, trial_keys(request_keys(seed, 1), TRAINING)
-    # Decode only up to EOS, because nothing was learned about tokens after it.
+    # Decode only up to EOS, because the drafter has learned nothing about tokens after EOS.
     ends = tuple(i for i in target.config.eos_token_ids if i < target.config.vocab_size)
     options: dict[str, Any] = {
         "max_new_tokens": most,

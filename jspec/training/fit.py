@@ -30,7 +30,7 @@ from jspec.training.target_states import StoredStates, TargetStates, run_target
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
-_SHALLOW = 0.6  # share of initial steps that unroll a head half as deep, in 2/3 of the time (bench/NOTES.md)
+_SHALLOW = 0.6  # share of steps (the first ones) that unroll a head half as deep, in 2/3 of the time (bench/NOTES.md)
 _STATE, _LOG = "state", "log.jsonl"
 State: TypeAlias = dict[str, PyTree]  # the weights, the fixed weights and the optimiser's moments
 _Inputs: TypeAlias = tuple[Llama, Array, Array, TargetStates | None]
@@ -95,9 +95,9 @@ def fit(
     folder: Path,
     say: Callable[[Progress | int], None] = lambda _: None,
 ) -> Weights:
-    """Train from the latest checkpoint in `folder`, and call ``say`` after every step and every evaluation.
+    """Train from the latest checkpoint in `folder`. Call ``say`` after every step and every evaluation.
 
-    A run may be stopped at any moment. If it is restarted on the same number of devices, it takes the same steps as an
+    A run may be stopped at any moment. A run that is restarted on the same number of devices takes the same steps as an
     uninterrupted run.
     """
     training = begin(trainee, schedule)
@@ -124,7 +124,7 @@ def fit(
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             loss = float(np.mean(jax.device_get(recent)))
-            # There may also be no tokens to score if each model learns only what earlier models got wrong.
+            # There may be no tokens to score, too, if each model learns only the tokens that earlier models got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
                 raise ValueError(
@@ -146,7 +146,7 @@ class Training(NamedTuple):
         state: the weights, the fixed weights and the optimiser's moments.
         step: a function that maps a state, which it consumes, and a batch to ``(state, loss)``. The loss is that of
             the weights before the step.
-        scored_step: the same function with the whole `Score` in place of the loss, which takes longer.
+        scored_step: a slower version of `step` that returns the whole `Score` in place of the loss.
         score: a function that maps a state and a batch to their `Score`.
 
     Each function takes a batch as the target, `tokens` and `learned` as in `Batch`, and the `TargetStates` of
@@ -196,7 +196,7 @@ def begin(trainee: Trainee, schedule: Schedule) -> Training:
 
 
 def measure(training: Training, state: State, target: Llama, held_out: Source) -> Score:
-    """Return the score on all held-out rows, as means over tokens, or 0 for a depth without tokens."""
+    """Return the score on all held-out rows: means over tokens, or 0 for a depth without tokens."""
     parts = [
         jax.device_get(training.score(state, target, batch.tokens, batch.learned, held_out.target_states(batch)))
         for batch in held_out.plan.in_order()
@@ -249,7 +249,7 @@ def _finite(target_states: TargetStates, learned: Array) -> tuple[TargetStates, 
 def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
     """Return Muon for matrices and AdamW for other weights.
 
-    The rate warms up, then falls linearly to zero. In an endless run, it is constant.
+    The rate warms up, then falls linearly to zero. In an endless run, the rate is constant.
     """
     rate = optax.constant_schedule(schedule.rate)
     if schedule.steps is not None:
@@ -264,12 +264,12 @@ def _placed(state: State) -> tuple[State, _Spread]:
     """Return a copy of the state on every device, and a function that divides a batch's rows among the devices."""
     mesh = Mesh(np.array(jax.devices()), ("rows",))
     by_row = NamedSharding(mesh, PartitionSpec("rows"))
-    own = jax.tree.map(jnp.copy, state)  # the step consumes the buffers of its state
+    own = jax.tree.map(jnp.copy, state)  # the step consumes its state's buffers
     return jax.device_put(own, NamedSharding(mesh, PartitionSpec())), functools.partial(jax.device_put, device=by_row)
 
 
 def _everywhere(target: Llama) -> Llama:
-    """Return the target on all devices. A target on only some of them is copied once here, not at every step."""
+    """Return the target on all devices. A target on only some devices is copied once here, not at every step."""
     devices = cast(Sequence[object], jax.devices())
     whole = NamedSharding(Mesh(np.array(devices), ("rows",)), PartitionSpec())
 
@@ -280,7 +280,7 @@ def _everywhere(target: Llama) -> Llama:
 
 
 def _checkpointer(folder: Path) -> Any:
-    from orbax.checkpoint import v1 as ocp  # imported lazily, because it takes over a second
+    from orbax.checkpoint import v1 as ocp  # imported lazily, because the import takes over a second
 
     kept: Any = ocp.training.preservation_policies.LatestN(2)
     return ocp.training.Checkpointer(str((folder / _STATE).absolute()), preservation_policy=kept)
@@ -316,8 +316,8 @@ def _save(folder: Path, step: int, state: State, progress: Progress) -> None:
         free = shutil.disk_usage(folder).free / 1e6
         raise CheckpointError(
             f"The checkpoint after step {step} could not be written to {where}, where {free:.0f} MB are free "
-            f"({brief(error)}); check the disk, then run again to resume from the previous checkpoint, if there "
-            "is one."
+            f"({brief(error)}); check the disk's free space and permissions, then run again to resume from the "
+            "previous checkpoint, if any."
         ) from error
 
 

@@ -1,8 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false
 """Heads, adapters, vectors and models in training: the logits of each for whole sequences.
 
-All functions yield ``float32[B, S, V]`` for each depth. At position t, all depths predict the same token, so the
-logits of each further depth have seen one token fewer.
+All functions yield ``float32[B, S, V]`` for each depth. At position t, all depths predict the same token. The logits of
+each further depth are therefore computed from one token fewer.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def hydra(
     drafter: HydraDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 2, given the tokens up to t + 1."""
-    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has none, and predicts nothing
+    newest = jnp.roll(target.embed_tokens(tokens), -1, axis=1)  # the last position has no next token
     read = target.norm(target_states.hidden)
     for i in range(depth):
         read = jnp.concatenate([read, newest.astype(read.dtype)], axis=-1)
@@ -58,7 +58,8 @@ def kangaroo(
 ) -> Iterator[Array]:
     """Yield logits at position t for the token t + 1.
 
-    For draft tokens, the adapter reads the states that the target would have, so one depth represents all depths.
+    For draft tokens, the adapter reads the states that the target would have. One depth therefore represents all
+    depths.
     """
     batch, size = tokens.shape
     cache, start = drafter.adapter.new_cache(batch, size), jnp.zeros(batch, jnp.int32)

@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
-"""The kinds of drafters that can be trained: each one's initial drafter, and its logits for whole sequences."""
+"""The kinds of drafters that can be trained, each with an initial drafter and its logits for whole sequences."""
 
 import dataclasses
 import functools
@@ -60,13 +60,13 @@ class Trainee:
     Attributes:
         weights: the trained weights, in float32.
         fixed: all other weights, unchanged.
-        features: the target's states that it reads, in addition to the last layer's output.
-        draft_ids: ``int32[D]``, the tokens that it can draft; None for all.
-        offset: at position t it drafts the token ``t + 1 + offset``.
+        features: the target's states that the drafter reads, in addition to the last layer's output.
+        draft_ids: ``int32[D]``, the tokens that the drafter can draft; None for all.
+        offset: the drafter drafts the token ``t + 1 + offset`` at position t.
         unroll: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `TargetStates` and
             the number of depths. It yields the logits ``[B, S', D]`` for each depth.
         drafter: a function that maps such weights to the drafter that decodes with them.
-        repeats: whether each depth applies the same weights again, so that it adds computation.
+        repeats: whether each further depth applies the same weights again, which takes more computation.
     """
 
     weights: Weights
@@ -83,7 +83,7 @@ def trainee_of(drafter: object) -> Trainee:
     """Return a `Trainee` for `drafter`. An EAGLE head's embedding and output head stay fixed.
 
     Raises:
-        TypeError: `drafter` is of a kind that has nothing to learn.
+        TypeError: `drafter` is of a kind that cannot be trained.
     """
     if type(drafter) not in _UNROLLS:
         known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
@@ -159,7 +159,7 @@ def of_hydra(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int)
 
 
 def of_kangaroo(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
-    """Return an adapter after the first tenth of the target's layers, at least one. Its norm starts as the target's."""
+    """Return an adapter after the first tenth of the target's layers (at least one), with a copy of its final norm."""
     drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
     drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
     return drafter
@@ -175,7 +175,7 @@ def check_start(
 ) -> None:
     """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
-        raise ValueError(f"boost is {boost}, but start trains only that one drafter; leave out one of the two.")
+        raise ValueError(f"boost is {boost}, but start trains only that one drafter; omit boost or start.")
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
         raise ValueError(
@@ -183,7 +183,7 @@ def check_start(
             f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}."
         )
     if start.max_positions is not None and start.max_positions < length:
-        raise ValueError(f"start has {start.max_positions} positions, but length is {length}; use a smaller length.")
+        raise ValueError(f"start has {start.max_positions} positions, but length is {length}; reduce length.")
     check_fits(start, target, depth)
 
 
@@ -197,7 +197,7 @@ def check_kind(kind: str, target: Llama) -> None:
 
 
 def of_model(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
-    """Return a model made from every sixth target layer, initialised with the target's weights."""
+    """Return a model of every sixth target layer, initialised with the target's weights."""
     check_kind("model", target)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
@@ -220,7 +220,7 @@ _CLASSES: dict[str, type[Trainable]] = {
     "model": ModelDrafter,
 }
 
-# Functions that make an untrained drafter from a target, its draftable tokens (None for all), a depth and a seed.
+# Functions that make an untrained drafter from a target, the draftable tokens (None for all), a depth and a seed.
 KINDS: dict[str, Callable[[Llama, np.ndarray | None, int, int], Trainable]] = {
     "eagle": of_eagle,
     "medusa": of_medusa,

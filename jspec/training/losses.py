@@ -21,7 +21,7 @@ def acceptance(log_p: Array, log_q: Array) -> Array:
 
 
 def covered_acceptance(log_p: Array, log_q: Array, covered: Array) -> Array:
-    """Return the acceptance if p's tokens have only the share ``covered[...]`` of the target's whole distribution."""
+    """Return the acceptance rate if p's tokens have only the share ``covered[...]`` of the whole distribution."""
     return acceptance(log_p + jnp.log(covered)[..., None], log_q)
 
 
@@ -55,7 +55,7 @@ def _mean_of(divergence: Callable[[Array, Array], Array]) -> Loss:
 def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
     """Return the divergence while the acceptance rate is low, and the rejection rate after that.
 
-    The divergence has the stronger gradient at a low acceptance rate.
+    The divergence has the stronger gradient while the acceptance rate is low.
     """
     accepted = mean(covered_acceptance(log_p, log_q, covered))
     weight = lax.stop_gradient(jnp.exp(-_SLOPE * accepted))

@@ -19,9 +19,10 @@ class Judge(NamedTuple):
     """The target's distributions for a batch, over the D tokens that can be drafted.
 
     Attributes:
-        log_probs: ``float32[B, S, D]``, at position t for the token t + 1, over those D tokens alone.
-        covered: ``float32[B, S]``, the share of those D tokens in the whole distribution.
-        likeliest: ``int32[B, S]``, the index among the D of the target's most likely token; D if it is not among them.
+        log_probs: ``float32[B, S, D]``, at position t for the token t + 1, normalised over those D tokens.
+        covered: ``float32[B, S]``, the share of the whole distribution that those D tokens have.
+        likeliest: ``int32[B, S]``, the index of the target's most likely token among the D tokens, or D if it is not
+            among them.
         learned: ``bool[B, S]``, the tokens to learn.
     """
 
@@ -37,7 +38,7 @@ class Score(NamedTuple):
     Attributes:
         loss: the chosen loss.
         acceptance: ``sum min(p, q)`` at temperature 1.
-        agreement: how often the draft and the target have the same most likely token, among all V.
+        agreement: how often the draft and the target have the same most likely token out of all V.
         tokens: the number of tokens.
     """
 
@@ -69,14 +70,14 @@ def judge(target: Llama, target_states: TargetStates, draft_ids: Array | None, l
 def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
     """Return the score of logits ``[B, S', D]`` for each depth.
 
-    The logits at position t are for the token ``t + 1 + offset``. The first `depth` positions are left out.
+    The logits at position t are for the token ``t + 1 + offset``. The first `depth` positions do not count.
     """
     rows = [_score_one(logits, offset, depth, judge, LOSSES[loss]) for depth, logits in enumerate(said)]
     return Score(*map(jnp.stack, zip(*rows, strict=True)))
 
 
 def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
-    size = judge.learned.shape[1] - 1 - offset  # positions with a token to draft after them
+    size = judge.learned.shape[1] - 1 - offset  # positions followed by a token to draft
     log_p, covered = judge.log_probs[:, offset : offset + size], judge.covered[:, offset : offset + size]
     is_finite = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
     meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_finite

@@ -32,7 +32,7 @@ class TargetStates(NamedTuple):
     Attributes:
         states: ``[B, S, F, E]``, the states that the drafter reads.
         hidden: ``[B, S, E]``, the output of the last layer.
-        stats: the `DistributionStats` of `hidden`, or None if they are not known.
+        stats: the `DistributionStats` of `hidden`, or None if unknown.
     """
 
     states: Array
@@ -81,7 +81,7 @@ def fingerprint(model: PyTree) -> str:
 
 
 def _config(model: PyTree) -> object:
-    """Return the model's fixed settings, which are not in its arrays."""
+    """Return the model's static settings, which its arrays do not contain."""
     if isinstance(model, InOwnFiles):
         return model.described()
     return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
@@ -100,7 +100,7 @@ class StoredStates:
     Args:
         folder: created if it is missing; the files of an earlier run are kept.
         plan: the plan whose rows are stored.
-        about: everything else that the states depend on. See `fingerprint`.
+        about: a hash of everything else that the states depend on. See `fingerprint`.
         few: whether the drafter drafts only some tokens, so that it needs the `DistributionStats` over all tokens.
 
     Raises:
@@ -139,7 +139,7 @@ class StoredStates:
                 ml_dtypes.bfloat16
             )
             kept = {"": whole}
-            if self._few:  # computed from the states as they will be read
+            if self._few:  # computed from the states as they will be stored
                 stats = cast(
                     DistributionStats,
                     jax.jit(distribution_stats)(target, jnp.asarray(whole[:, :, -1], target.dtype)),
@@ -184,4 +184,4 @@ def _names(shard: Path) -> Sequence[str]:
         with safe_open(shard, framework="numpy") as handle:
             return list(cast(Iterable[str], handle.keys()))
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{shard} is damaged ({error}); delete it, and it will be written again.") from error
+        raise ValueError(f"{shard} is damaged ({error}); delete this file, and it will be written again.") from error

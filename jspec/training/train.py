@@ -29,14 +29,14 @@ from jspec.training.self_generated import frame_of, write_answers, write_chats
 from jspec.training.target_states import StoredStates, fingerprint
 
 _log = logging.getLogger("jspec")
-_WRITERS, _ANSWER = 192, 256  # the most chats in a batch, and the most tokens in an answer
-_FEW_WRITERS, _SHORT = 16, 64  # the fewest chats in a batch, and roughly the fewest tokens in an answer
-_HEAT = (0.0, 1.0)  # temperatures of the answers, because a drafter has to draft at both
+_WRITERS, _ANSWER = 192, 256  # the maximum number of chats in a batch, and of tokens in an answer
+_FEW_WRITERS, _SHORT = 16, 64  # the minimum number of chats in a batch, and roughly that of tokens in an answer
+_HEAT = (0.0, 1.0)  # temperatures of the answers; a drafter has to draft at both
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # generation rounds per seed
 _WRITTEN = 500_000  # tokens that the target generates if there is no data
 _RECIPE = "recipe.json"
-PROMPTS = "prompts.json"  # held-out prompts to measure the drafter with; each leaves room for as many tokens again
+PROMPTS = "prompts.json"  # held-out prompts to measure the drafter with; each leaves room for as many new tokens
 _PROMPTS, _TEXT_PROMPT = 8, 32
 _Row = TypeVar("_Row")
 
@@ -80,12 +80,12 @@ class Recipe:
         if self.length < self.depth + 2:
             raise ValueError(
                 f"length is {self.length}; expected at least {self.depth + 2}, two tokens more than a "
-                f"draft of depth={self.depth}."
+                f"draft with depth={self.depth}."
             )
         if self.written_tokens is not None:
             check_count("written_tokens", self.written_tokens)
         if self.boost > 1 and self.kind != "model":
-            raise ValueError(f'boost is {self.boost}, but kind is {self.kind!r}; only kind "model" can train several.')
+            raise ValueError(f'boost is {self.boost}, but kind is {self.kind!r}; only kind "model" can be boosted.')
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {self.seed!r}.")
         if not 0 < self.rate < 1:
@@ -115,7 +115,7 @@ def train_drafter(
             folder, to reuse the text that the target generated there; or a list of these. The target answers chats
             that end with the user's turn. If `data` is None or ``written_tokens`` is set, the target also generates
             questions and answers them, which requires a chat template.
-        folder: holds the checkpoints, the generated text and a log. An interrupted run resumes from it.
+        folder: the folder for checkpoints, generated text and a log. An interrupted run resumes from this folder.
         start: a drafter of that kind to start from, instead of an untrained one. An EAGLE head keeps its set of
             draftable tokens.
         store_states: compute the target's states once, and store them in `folder`. They take 2 bytes per number, for
@@ -144,7 +144,7 @@ def train_drafter(
         frame_of(tokenizer)  # raises before any work begins
     questions = [row.tokens.tolist() for row in dataset if row.is_question]
     if dataset and not (wanted or questions):
-        texts.divide(dataset)  # raises for too little data, before the folder belongs to that data
+        texts.divide(dataset)  # raises an error for too little data, before the folder records that data
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _check_folder(folder, chosen, about | {"data": texts.digest(dataset) if dataset else None})
@@ -164,7 +164,7 @@ def train_drafter(
 
 
 def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> Trainable | None:
-    """Return the drafter to start from, or None for an untrained one. Raise if training cannot start from it."""
+    """Return the drafter to start from, or None to start untrained. Raise an error if training cannot start from it."""
     if start is None:
         return check_kind(recipe.kind, target)
     start = cast(Trainable, as_drafter(start))
@@ -173,7 +173,7 @@ def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> 
 
 
 def _models_of(target: Llama, start: Trainable | None, store_states: bool) -> dict[str, str | None]:
-    """Return what a run's folder records about its models."""
+    """Return the description of its models that a run's folder records."""
     return {
         "target": fingerprint(target),
         "start": None if start is None else fingerprint(start),
@@ -185,7 +185,7 @@ def _files(data: str | Path | Sequence[str | Path] | None) -> list[Path]:
     """Return `data` as a list of files, empty for None."""
     files = [] if data is None else [Path(data)] if isinstance(data, str | Path) else [Path(file) for file in data]
     if data is not None and not files:
-        raise ValueError("data names no file; give at least one, or None to train on text that the target generates.")
+        raise ValueError("data names no file; pass at least one file, or None to let the target generate the text.")
     return files
 
 
@@ -195,8 +195,8 @@ def _read_data(files: list[Path], tokenizer: Tokenizer, length: int, room: int, 
         recipe = file / _RECIPE
         if recipe.is_file() and json.loads(recipe.read_text(encoding="utf-8"))["target"] != about:
             raise ValueError(
-                f"{file} has text generated by another target, or by this one in another dtype; give text "
-                "generated by this target, or let it generate some."
+                f"{file} has text generated by another target, or by this one in another dtype; pass text "
+                "generated by this target, or let the target generate text."
             )
     return [row for file in files for row in texts.read(file, tokenizer, length, room)]
 
@@ -211,7 +211,7 @@ def _fitted(
     store_states: bool,
     say: Callable[[Progress | int], None],
 ) -> Trainable:
-    """Train a drafter on the first of `parts`, with the second held out, from `start` if there is one."""
+    """Train a drafter on the first of `parts`, with the second held out. Start from `start` unless it is None."""
     size, few = target.config.vocab_size, None
     if recipe.kind == "eagle" and recipe.draft_vocab < size:
         few = texts.frequent(parts[0], recipe.draft_vocab, size)
@@ -238,7 +238,7 @@ def _some(rows: list[_Row], count: int) -> list[_Row]:
 
 
 def _prompt(row: Row) -> list[int]:
-    """Return a chat's given tokens, or the first tokens of plain text."""
+    """Return the tokens of a chat that are not learned, or the first tokens of plain text."""
     count = int(row.learned.argmax()) or min(_TEXT_PROMPT, len(row.tokens))
     return row.tokens[:count].tolist()
 
@@ -252,7 +252,7 @@ def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) ->
     recorded = json.loads(file.read_text(encoding="utf-8"))
     for name in (name for name in wanted if recorded.get(name) != wanted[name]):
         if name in about:
-            raise ValueError(f"{folder} was started with another {name}; choose another folder, or delete this one.")
+            raise ValueError(f"{folder} was started with another {name}; choose another folder, or delete this folder.")
         raise ValueError(
             f"{folder} was started with {name}={recorded.get(name)!r}, but now it is {wanted[name]!r}; choose "
             "another folder, or delete this one."
@@ -287,7 +287,7 @@ class _Writing:
             )
             if not chats:
                 raise ValueError(
-                    f"None of the {batch} questions that the target generated came to an end; give data (text or "
+                    f"None of the {batch} questions that the target generated came to an end; pass data (text or "
                     "chats) to train on."
                 )
             rows += chats

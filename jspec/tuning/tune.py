@@ -48,29 +48,30 @@ def tune(
     Seconds per round are measured for plain decoding and a few K, and interpolated for other K. Tokens per round are
     ``E(K) = 1 + s_1 + ... + s_K``, in which s_k is the share of rounds that accepted all of the first k draft tokens.
     This does not assume independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands
-    for `generate`. Rows that end early and wait for the others are not modelled.
+    for `generate`. The estimate ignores rows that end early and wait for other rows.
 
     The function compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`. The programs then take turns to
     decode up to 128 tokens each, five times or until 20 seconds have passed. Rows do not end at EOS. If `draft` can
-    branch and the rule verifies trees, the same is done with 1, 2, 4 and up to 16 draft tokens at a single position.
-    These runs measure the cost of rows and the acceptance rate of each child rank. Finally, the best chain and the
-    three trees with the highest predicted speed take turns.
+    branch and the rule verifies trees, programs with 1, 2, 4 and up to 16 draft tokens at a single position are timed
+    in the same way. These runs measure the cost of rows and the acceptance rate of each child rank. Finally, the best
+    chain and the three trees with the highest predicted speed take turns.
 
     Args:
-        target, draft, tokens, lengths, keys, sampling: as for `speculative_generate`; they should resemble the later
-            requests. Limits in `sampling` are ignored. The keys are not used directly, so you can reuse them.
+        target, draft, tokens, lengths, keys, sampling: same as in `speculative_generate`. Pass values that resemble the
+            later requests. Limits in `sampling` are ignored. The keys are not used directly, so you can reuse them.
         max_new_tokens: the limit of the later requests, because the size of the cache is part of the cost.
         max_draft_tokens: the largest K to consider, and the depth of the deepest tree. Heads draft no further than
             their `max_chain_length`.
         max_nodes: the number of draft tokens in the largest tree; 0 for chains only.
-        accept: the rule, as for `speculative_generate`.
+        accept: the acceptance rule, same as in `speculative_generate`.
 
     Returns:
         A `Tuning`. If it has a ``tree``, draft that tree with a `jspec.TreeDrafter`. Otherwise pass its
         ``num_draft_tokens`` to `speculative_generate`, unless that is 0.
 
     Raises:
-        ValueError, TypeError: as for `speculative_generate`; also inside `jax.jit`, where nothing can be timed.
+        ValueError, TypeError: the same errors as in `speculative_generate`, and a ValueError inside `jax.jit`, where
+            nothing can be timed.
     """
     drafter: Drafter[PyTree] | AskingDrafter = as_drafter(draft)
     check_chain("jspec.tune", drafter)
@@ -110,13 +111,13 @@ def best_number(
     sampling: SamplingParams,
     rule: Rule,
 ) -> int:
-    """Return the K that `tune` finds, or found earlier, for a request like this one.
+    """Return the K that `tune` finds, or has already found, for a request like this one.
 
     Return 0 if the models have too few free positions for a measurement.
     """
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     room = positions(target, drafter) - int(np.max(lengths))
-    new = min(max(int(max_new_tokens), 64), room)  # a shorter output gives too little data
+    new = min(max(int(max_new_tokens), 64), room)  # a shorter output does not provide enough data
     most = int(min(8, new // 4 - 1, max_chain_length_of(drafter)))
     if most < 1:
         return 0

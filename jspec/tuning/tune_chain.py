@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The choice of draft length, from the measured cost and yield of rounds.
+"""The choice of a draft length from the measured cost and yield of rounds.
 
 Nothing in this file decodes. `jspec.tuning.tune` provides a function that decodes. This file times it, counts its
 tokens, and chooses the best length.
@@ -41,14 +41,14 @@ class Tuning:
         num_draft_tokens: the fastest K. 0 means that drafting does not pay off: use `jspec.generate`.
         speedup: the predicted speed with that K, relative to plain decoding; 1 for K = 0.
         plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
-        round_seconds: the duration of one round in seconds, for K = 1, 2, .... It is measured for powers of two, the
-            largest K and the fastest K, and interpolated between them.
-        expected_tokens: the number of tokens per row in one round, for K = 1, 2, .... For every measured K it is the
-            weighted mean of the count and of the prediction from the largest K.
-        tree: the tree that a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), which is faster than
+        round_seconds: the duration of one round in seconds, for K = 1, 2, .... The duration is measured for powers of
+            two, the largest K and the fastest K, and interpolated between them.
+        expected_tokens: the number of tokens per row in one round, for K = 1, 2, .... For every measured K, this number
+            is the weighted mean of the count and of the prediction from the largest K.
+        tree: the tree that a `jspec.TreeDrafter` should draft (under "k-seq" with replacement), if it is faster than
             any chain. None if no tree is faster, or if no tree was tried.
-        tree_speedup: the speed with `tree`, relative to plain decoding. It is computed from measured seconds and the
-            weighted mean of predicted and counted tokens. 0 if `tree` is None.
+        tree_speedup: the speed with `tree`, relative to plain decoding, computed from measured seconds and the weighted
+            mean of predicted and counted tokens. 0 if `tree` is None.
     """
 
     num_draft_tokens: int
@@ -83,7 +83,7 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time plain decoding and chains: powers of two, the longest, and the length that then seems best."""
+    """Time plain decoding, chains of 1, 2, 4, ... and the most tokens, and the length that then seems best."""
     costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
     found = _between(costs, outs, max_draft_tokens)
     while (best := found.num_draft_tokens) not in costs:  # an interpolated length must be measured before it is chosen
@@ -114,7 +114,7 @@ def weighed(foreseen: float, outs: list[Output]) -> float:
     texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # all greedy trials have the same output
     rounds = max(1, sum(int(out.stats.rounds.sum()) for out in texts.values()))
     noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction is also a count, over about as many rounds
+    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction is also based on a count, over about as many rounds
     return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 
@@ -156,15 +156,15 @@ def _progress(done: int, in_trial: int, elapsed: float) -> str:
 def _round_seconds(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, Output]:
     """Return the seconds per round, and the output of the longer run.
 
-    The program runs once with a short limit and once with a long one. The seconds come from the difference, so prefill
-    and dispatch cancel out.
+    The program runs once with a short limit and once with a long one. The time per round is computed from the
+    difference between the two runs, so the costs of prefill and dispatch cancel out.
     """
     (few_seconds, few_rounds, _), (seconds, rounds, out) = (
         _timed(run, setting, tokens, trial) for tokens in (max(limit // 8, 1), limit)
     )
     if seconds > few_seconds and rounds > few_rounds:
         return (seconds - few_seconds) / (rounds - few_rounds), out
-    return seconds / rounds, out  # noise exceeds the difference: return an upper bound
+    return seconds / rounds, out  # the noise exceeds the difference, so return an upper bound
 
 
 def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, int, Output]:
@@ -175,7 +175,7 @@ def _timed(run: Run, setting: Setting, limit: int, trial: int) -> tuple[float, i
 
 
 def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
-    """Return the rate at which draft token k is accepted, given that all earlier ones were, ``float64[K]``.
+    """Return the rate at which draft token k is accepted if all earlier tokens are accepted, ``float64[K]``.
 
     The outputs must have ended only at a limit. Positions need not be identically distributed or independent. A
     position without a draft token counts as not accepted. The limit may cut off a row's last round after an accepted
@@ -184,7 +184,7 @@ def acceptance_rates(outs: Sequence[Output]) -> np.ndarray:
     accepted: np.ndarray = np.concatenate([out.stats.accepted_at for out in outs]).sum(0)
     reached = np.array([sum(out.stats.rounds.sum() for out in outs), *accepted[:-1]])
     for out in outs:
-        closed = (out.origins != ACCEPTED) & (out.origins != PADDING)  # a round's last token, unless cut off
+        closed = (out.origins != ACCEPTED) & (out.origins != PADDING)  # a round's last token, unless it is cut off
         behind = out.lengths - (closed * np.arange(1, closed.shape[1] + 1)).max(1)
         reached[1:] -= np.bincount(behind, minlength=accepted.size + 1)[1:-1]
     return np.divide(accepted, reached, out=np.zeros(accepted.size), where=reached > 0)
@@ -195,7 +195,7 @@ _measuring = threading.Lock()
 
 
 def remembered(models: PyTree, key: Hashable, find: Callable[[], Tuning]) -> Tuning:
-    """Return ``find()``, called once per process for `key` and models with these shapes, dtypes and devices.
+    """Call ``find()`` once per process for `key` and models with these shapes, dtypes and devices; return its result.
 
     Changing the weights, as in reinforcement learning, does not cause a new measurement. Threads that need the same
     measurement wait until one of them has made it.
@@ -216,8 +216,9 @@ def _description(leaf: Any) -> Hashable:
 def tuning_key(tokens: Array | np.ndarray, max_new_tokens: int, sampling: SamplingParams) -> tuple[Hashable, ...]:
     """Return the properties of a request that affect cost and acceptance, apart from the models.
 
-    They are the batch size, the length rounded to a power of two, and the sampling parameters. A parameter that is one
-    number for all requests is identified by its value, and an array by whether it is all 0. Limits are ignored.
+    These properties are the batch size, the length rounded to a power of two, and the sampling parameters. A parameter
+    that is one number for all requests is identified by its value, and an array by whether all its elements are 0.
+    Limits are ignored.
     """
     batch, width = tokens.shape
     fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}

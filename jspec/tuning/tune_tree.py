@@ -1,10 +1,11 @@
 # pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
 """The choice of a tree that beats the best chain, proposed by predicted cost and yield and selected by measurement.
 
-A fan is a tree with two, four or up to the allowed number of draft tokens for one position. Fans measure the acceptance
-rate of each child rank and the cost of rows. The trees with the highest predicted speed (`jspec.theory.best_tree`) then
-take turns with the best chain. A few hundred rounds measure a round's cost well but its yield poorly, so the luckiest
-of several trees would win. Therefore, a tree's yield is a weighted mean of count and prediction.
+A fan is a tree with several draft tokens for one position: two, four, and the allowed maximum. Runs with fans measure
+the acceptance rate of each child rank and the cost of rows. The trees with the highest predicted speed
+(`jspec.theory.best_tree`) then take turns with the best chain. A few hundred rounds measure a round's cost well but its
+yield poorly, so the luckiest of several trees would win. Therefore, a tree's yield is a weighted mean of count and
+prediction.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jspec.core.tree import Tree
 from jspec.drafters.draft_length import doubling
 from jspec.tuning.tune_chain import Run, Setting, Tuning, acceptance_rates, in_turns, weighed
 
-_FANS = 1, 2, 4  # numbers of children, to which the largest allowed number is added
+_FANS = 1, 2, 4  # numbers of children; the largest allowed number is added to them
 _WIDEST = 16  # each child of a fan adds code to the program
 _CANDIDATES = 3
 
@@ -32,7 +33,7 @@ class Costs:
         children: the number of children in each fan.
         fans: the duration of a round that drafts that many tokens for one position and verifies them.
         step: the duration of one additional draft pass.
-        share: the cost of an additional row in such a pass, as a fraction of the cost of an additional row in a round.
+        share: the cost of an additional row in a draft pass, as a fraction of the cost of an additional row in a round.
     """
 
     children: tuple[int, ...]
@@ -42,7 +43,7 @@ class Costs:
 
     def of_round(self, tree: Tree) -> float:
         """Return the duration of a round that drafts `tree`, in seconds."""
-        widths = np.bincount(tree.offsets)[1:-1]  # the last level is not read
+        widths = np.bincount(tree.offsets)[1:-1]  # the drafter does not read the last level
         passes = len(widths) * self.step + self.share * float((self.of_rows(widths) - self.fans[0]).sum())
         return passes + float(self.of_rows(tree.size))
 
@@ -54,7 +55,7 @@ class Costs:
 
 
 def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vocab_size: int) -> Tuning:
-    """Return `chains`, with the best tree of at most `max_nodes` draft tokens if it is faster than every chain."""
+    """Return `chains`. Add the best tree of at most `max_nodes` draft tokens if it is faster than every chain."""
     rates, costs = fans(run, chains, max_new_tokens, min(max_nodes, vocab_size))
     trees = _candidates(rates, costs, max_nodes, len(chains.round_seconds))
     if not trees:
@@ -71,8 +72,8 @@ def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vo
 
 
 def fans(run: Run, chains: Tuning, max_new_tokens: int, most: int) -> tuple[np.ndarray, Costs]:
-    """Measure fans with up to `most` children; return the acceptance rate of each child rank and the cost of rounds."""
-    from scipy.optimize import isotonic_regression  # imported here so that decoding does not wait for it
+    """Measure nodes with up to `most` children. Return the acceptance rate of each child rank and the round costs."""
+    from scipy.optimize import isotonic_regression  # imported here so that decoding does not wait for this import
 
     children = sorted({count for count in (*_FANS, min(most, _WIDEST)) if count <= most})
     played: list[Setting] = [1, *(Tree.branching((count,)) for count in children[1:])]
@@ -118,7 +119,7 @@ def _foreseen(tree: Tree, chain_tokens: Sequence[float], rates: NDArray[np.float
     """Return the predicted number of tokens in a round that drafts `tree`.
 
     First children have the acceptance rate of a chain at their depth. If the first child is rejected, its siblings have
-    the acceptance rates that they have in a fan.
+    the same acceptance rates as in a fan.
     """
     reached = np.diff(chain_tokens, prepend=1.0)
     before = np.append(1.0, reached[:-1])

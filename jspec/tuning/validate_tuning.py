@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Argument checks for the functions that measure, performed before any measurement."""
+"""Argument checks for the measuring functions, performed before any measurement."""
 
 import numbers
 
@@ -19,7 +19,7 @@ def check_tuning(max_new_tokens: int, max_draft_tokens: int, max_nodes: object) 
     least = 4 * (max_draft_tokens + 1)
     if max_new_tokens < least:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} is too few to measure {max_draft_tokens} draft tokens per round; "
+            f"max_new_tokens={max_new_tokens} is too small to measure {max_draft_tokens} draft tokens per round; "
             f"use at least {least}, or a smaller max_draft_tokens."
         )
 

@@ -87,7 +87,7 @@ TUNE_MISTAKES = {
     "nothing to leave out": (["TARGET", "exit"], 1, "target has only one layer, so none can be skipped"),
     "empty prompt": (["TARGET", "DRAFT", "--prompt", ""], 2, "The prompt is empty"),
     "not UTF-8": (["TARGET", "DRAFT", "--prompt", "\udcff"], 2, "--prompt is not UTF-8 text (character 1)"),
-    "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too few to measure"),
+    "too short": (["TARGET", "DRAFT", "--max-new-tokens", 8], 1, "too small to measure"),
     "too long": (["TARGET", "DRAFT", "--max-new-tokens", 500], 1, "positions"),
 }
 

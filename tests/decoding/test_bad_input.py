@@ -193,7 +193,7 @@ def test_bad_input_is_refused_in_one_sentence(models, no_device_work, name, valu
 TUNING = [
     ("max_draft_tokens", [0, -1, 1.5, "auto", None, True], "max_draft_tokens must be a Python int of at least 1"),
     ("max_new_tokens", [0, "64", None], "max_new_tokens must be a Python int of at least 1"),
-    ("max_new_tokens", [1, 35], "too few to measure 8 draft tokens per round; use at least 36"),
+    ("max_new_tokens", [1, 35], "too small to measure 8 draft tokens per round; use at least 36"),
     ("max_new_tokens", [252], "positions, but the target model has 256"),
     ("draft", [None, "model"], "pass a jspec.Llama or a drafter"),
     ("lengths", [[5, 0, 1]], "a prompt has 1 to 5 tokens"),

@@ -67,7 +67,7 @@ def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
     file.write_text("\n".join(asked))
     with pytest.raises(
         ValueError,
-        match=r"asked.jsonl, line 2 has a question of \d{4} tokens, .* after at most 3840; leave it out",
+        match=r"asked.jsonl, line 2 has a question of \d{4} tokens, .* after at most 3840; remove or shorten",
     ):
         jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -84,7 +84,7 @@ MALFORMED = {
     "no messages": ('{"text": "a"}', 'line 2 has no list "messages"; expected an object like'),
     "an answer to nothing": (
         '{"messages": [{"role": "assistant", "content": "a"}]}',
-        "line 2 begins with an assistant message; begin with the message that it answers",
+        "line 2 begins with an assistant message; begin with the user message that it answers",
     ),
     "nothing said": ('{"messages": [{"role": "system", "content": "a"}]}', "line 2 has no assistant message"),
     "a question's role": (

@@ -247,7 +247,7 @@ def test_data_that_is_none(tmp_path):
         ({"length": 2}, "length is 2; expected at least 6, two tokens more than"),
         ({"rate": 2}, "rate is 2; expected a number above 0"),
         ({"seed": 2**32}, "seed must be an int from 0 to "),
-        ({"data": []}, "data names no file; give at least one"),
+        ({"data": []}, "data names no file; pass at least one"),
     ],
 )
 def test_recipes_that_are_none(tmp_path, change, message):

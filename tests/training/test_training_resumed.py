@@ -94,7 +94,7 @@ def test_stored_states_are_those_that_are_computed(tmp_path, few):
         target_states.StoredStates(tmp_path, train, (0, 1), "toy", few)
     shard = next(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:50])
-    with pytest.raises(ValueError, match=r"is damaged .*; delete it, and it will be written again"):
+    with pytest.raises(ValueError, match=r"is damaged .*; delete this file, and it will be written again"):
         target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
 
 

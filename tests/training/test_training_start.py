@@ -45,7 +45,7 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
         (
             lambda: toys.tiny_llama(0, 1, vocab_size=261, max_position_embeddings=256),
             {"kind": "model"},
-            "start has 256 positions, but length is 512; use a smaller length",
+            "start has 256 positions, but length is 512; reduce length",
         ),
         (
             lambda: EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 3, vocab_size=261, hidden_size=32))),

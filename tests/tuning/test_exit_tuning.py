@@ -135,7 +135,7 @@ def test_mistakes_are_named(toy, prompts):
         ),
         (
             ValueError,
-            "max_new_tokens=20 is too few to measure 8",
+            "max_new_tokens=20 is too small to measure 8",
             lambda: jspec.best_exit(target, *prompts([3], vocab_size=8), max_new_tokens=20),
         ),
         (
