@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench COMMAND`. They use jspec as a user would, and say under what conditions they ran."""
+"""Benchmarks that use jspec as a user would and report the conditions of each run: `python -m bench COMMAND`."""

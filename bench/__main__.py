@@ -57,7 +57,7 @@ def latency(
     acceptance: Acceptance = None,
     rivals: Annotated[bool, typer.Option(help="Also transformers, if torch is installed.")] = True,
 ) -> None:
-    """Measure the tokens per second of whole calls: plain, speculative over K, transformers plain and assisted."""
+    """Measure tokens per second of whole calls: plain, speculative for each K, and transformers, plain and assisted."""
     from bench import latency
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -72,7 +72,7 @@ def roofline(
     context: Annotated[int, typer.Option("--context", min=1)] = 64,
     repeats: Repeats = 15,
 ) -> None:
-    """Measure the share of the read bandwidth that plain decoding, draft step and verification use."""
+    """Measure the share of the read bandwidth that plain decoding, draft steps and verification use."""
     from bench import roofline
 
     roofline.run(pair, batch, k, context, repeats)
@@ -121,7 +121,7 @@ def trace(
 
 @app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
-    """Measure the cost of one pass against context, batch and rows."""
+    """Measure the cost of one pass as a function of context, batch and rows."""
     from bench import scaling
 
     scaling.run(pair, repeats)
@@ -146,7 +146,7 @@ def against(
     batch: Annotated[list[int], typer.Option("--batch", min=1, help="May be repeated.")] = [1, 8],  # noqa: B006
     repeats: Repeats = 20,
 ) -> None:
-    """Compare this checkout's speed and output with another's, in turns: plain, draft model, lookup."""
+    """Compare this checkout's speed and output with another's, in turns: plain, draft model, prompt lookup."""
     from bench import against
 
     against.run(base, pair, batch, repeats)
@@ -158,7 +158,7 @@ def startup(
     target: Target = None,
     server: Annotated[bool, typer.Option("--server", help="Measure only two starts of `jspec serve`.")] = False,
 ) -> None:
-    """Time the first call and the first token, with and without the persistent cache; with --target, lookup drafts."""
+    """Time the first call and the first token, with and without the cache. With --target, draft by prompt lookup."""
     from bench import startup
 
     if server:
@@ -170,7 +170,7 @@ def startup(
 
 @app.command()
 def first_answer() -> None:
-    """Measure the seconds from a clone to an answer by SmolLM2 in a fresh environment, and those for downloads."""
+    """Measure the seconds from a clone to SmolLM2's answer in a fresh environment, and the share of downloads."""
     from bench import first_answer
 
     first_answer.run()
@@ -178,7 +178,7 @@ def first_answer() -> None:
 
 @app.command()
 def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
-    """Count the texts that depend on batch size, padded width or speculation, in float32 and bfloat16."""
+    """Count the outputs that depend on batch size, padded width or speculation, in float32 and bfloat16."""
     from bench import identity
 
     identity.run(batch, new_tokens)
@@ -222,7 +222,7 @@ def answers(
     from bench import answers, chats
 
     if tree and head is None:
-        raise typer.BadParameter("--tree needs a head that drafts it; give --head, or leave out --tree.")
+        raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
     subject = answering(new_tokens, target, output, head)
     with one_sentence():
         questions = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
@@ -231,8 +231,8 @@ def answers(
 
 @app.command()
 def compiled(
-    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e, v6e; it may be absent.")],
-    pair: Annotated[str, typer.Option("--pair", help="109m, or TARGET/DRAFT of two Llama shapes, as for roofline.")] = (
+    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e or v6e; may be absent.")],
+    pair: Annotated[str, typer.Option("--pair", help="109m, or two Llama shapes as TARGET/DRAFT, as in roofline.")] = (
         "llama-3.2-3b/llama-3.2-1b"
     ),
     batch: Batch = 1,
@@ -267,7 +267,7 @@ def engine(
     temperature: Temperature = 1.0,
     repeats: Repeats = 5,
 ) -> None:
-    """Measure an engine's tokens per second by number of requests: each draft length, its own choice, one program."""
+    """Measure an engine's tokens per second by number of requests: fixed draft lengths, its own choice, one program."""
     from bench import engine
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -281,13 +281,15 @@ def serve(
     prompts: Prompts = None,
     output: Output = None,
     slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
-    k: Annotated[str, typer.Option("--num-draft-tokens", help="As for `jspec serve`.")] = "auto",
+    k: Annotated[str, typer.Option("--num-draft-tokens", help="Same as in `jspec serve`.")] = "auto",
     at_once: Annotated[list[int], typer.Option("--clients", min=1, help="May be repeated.")] = [1, 2, 4, 8, 16],  # noqa: B006
     new_tokens: NewTokens = 128,
     temperature: Temperature = 0.0,
     first: Annotated[float, typer.Option("--first-ms", min=1, help="Limit for a good answer's first token.")] = 500.0,
-    each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Limit for each further token.")] = 50.0,
-    cost_ratio: Annotated[float, typer.Option("--cost-ratio", min=0, help="As `gap` prints it (bundled).")] = 0.21,
+    each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Limit for each later token.")] = 50.0,
+    cost_ratio: Annotated[
+        float, typer.Option("--cost-ratio", min=0, help="As printed by `gap` (bundled pair).")
+    ] = 0.21,
     repeats: Repeats = 3,
 ) -> None:
     """Measure the latency and throughput of `jspec serve`, with and without the draft, by number of clients."""
@@ -297,7 +299,7 @@ def serve(
     from bench import serve
 
     if target and not prompts:
-        raise typer.BadParameter("--target needs --prompts, a file with one prompt per line.")
+        raise typer.BadParameter("--target requires --prompts, a file with one prompt per line.")
     traffic = serve.Traffic(serve.prompts(prompts), new_tokens, temperature, at_once, first / 1e3, each / 1e3)
     common = [*([target] if target else []), "--slots", str(slots)]
     drafted = ["--num-draft-tokens", k, *(["--draft", draft] if draft else [])]
@@ -312,10 +314,10 @@ def waits(
     target: Target = None,
     draft: Draft = None,
     output: Output = None,
-    long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Long prompt's length.")] = 900,
+    long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Length of the long prompt.")] = 900,
     repeats: Repeats = 7,
 ) -> None:
-    """Measure first-token latency with and without a draft, and the mutual delay of three streams and a long prompt."""
+    """Measure first-token latency with and without a draft, and the delays between three streams and a long prompt."""
     from bench import waits
 
     waits.run(measured(long, pair, target, draft, None, output), long, repeats)
@@ -323,7 +325,7 @@ def waits(
 
 @app.command()
 def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.0, output: Output = None) -> None:
-    """Send random grammars, valid and hostile, beside four streams of `jspec serve`: crashes, waits and memory."""
+    """Send random grammars, valid and hostile, to `jspec serve` alongside four streams: crashes, waits and memory."""
     from bench import grammars
 
     grammars.run(minutes, output)
@@ -331,10 +333,10 @@ def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.
 
 @app.command()
 def interrupts(
-    count: Annotated[int, typer.Option("--count", min=1, help="Signals, spread over the phases in turn.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the moments.")] = 0,
+    count: Annotated[int, typer.Option("--count", min=1, help="Signals; they cycle through the phases.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for the random moments.")] = 0,
 ) -> None:
-    """Press Ctrl-C while the command loads, compiles, decodes and tunes: status, and seconds until it has ended."""
+    """Press Ctrl-C while the command loads, compiles, decodes and tunes: exit status, and seconds until the exit."""
     from bench import interrupts
 
     interrupts.run(count, seed)

@@ -1,4 +1,4 @@
-"""Programs for models without weights: only shapes, lowered and compiled for devices that are not present."""
+"""Programs for models that consist of shapes only, lowered and compiled for devices that are not present."""
 
 import contextlib
 import dataclasses
@@ -73,8 +73,8 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
     if first in pairs.SHAPES and second in pairs.SHAPES:
         return pairs.SHAPES[first], pairs.SHAPES[second]
     raise ValueError(
-        f"There is no pair {pair!r} of shapes; choose from {', '.join(pairs.STRETCHED)}, or TARGET/DRAFT "
-        f"of {', '.join(pairs.SHAPES)}, and append :int8 for an int8 draft."
+        f"There is no pair {pair!r} of shapes; choose from {', '.join(pairs.STRETCHED)}, or write TARGET/DRAFT "
+        f"with two of {', '.join(pairs.SHAPES)}, and append :int8 for an int8 draft."
     )
 
 
@@ -118,7 +118,7 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
 def tracing_for(found: np.ndarray) -> contextlib.AbstractContextManager[None]:
     """Return a context in which programs are traced for devices that need not be present.
 
-    Since JAX 0.12, Pallas must know the GPU by then.
+    Since JAX 0.12, Pallas must know the GPU when a program is traced.
     """
     return jax.sharding.use_abstract_mesh(Mesh(found, ("model",)).abstract_mesh)
 
@@ -132,7 +132,7 @@ def divided(tree: Any, mesh: Mesh) -> Any:
         is_matrix = any(part in name for part in ("proj", "embed_tokens", "lm_head"))
         where = place(name, leaf.shape) if mesh.size > 1 and is_matrix else whole
         if name.endswith("embed_tokens.weight") and mesh.devices.flat[0].platform == "tpu":
-            where = Format(BY_TOKEN, where)  # as `jspec.load` does it
+            where = Format(BY_TOKEN, where)  # as `jspec.load` does
         return _at(leaf, where)
 
     return jax.tree_util.tree_map_with_path(put, tree)

@@ -16,8 +16,8 @@ from jspec.tuning.tune_chain import acceptance_rates
 def acceptance_rate(out: jspec.Output) -> float:
     """Return the share of verified draft tokens that was accepted, over all rows.
 
-    A missing draft token counts as rejected, because this is the alpha of the theory, in which every round has K draft
-    tokens. Only length limits may have ended the rows.
+    A missing draft token counts as rejected, because alpha is defined for rounds that always have K draft tokens. The
+    rows must have ended only at length limits.
     """
     survived = np.cumprod(acceptance_rates([jax.device_get(out)]))
     return float(survived.sum() / (1 + survived[:-1].sum()))
@@ -42,7 +42,7 @@ def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: lis
         plots.acceptance,
         notes=[
             "after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
-            " theory: tokens a round if acceptance were independent (Leviathan et al. 2023, equation 1)."
+            " theory: tokens per round if acceptance were independent (Leviathan et al. 2023, equation 1)."
         ],
         folder=subject.folder,
     )

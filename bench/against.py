@@ -1,4 +1,4 @@
-"""A comparison of this checkout with another, such as the previous commit: whole calls in turns, and their outputs."""
+"""A comparison of this checkout with another, such as the previous commit: times of whole calls, and their outputs."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from bench.timing import ratio
 ROOT = Path(__file__).parent.parent
 NEW_TOKENS = 96
 PROGRAMS = ("plain", "draft model", "lookup")
-TOLERANCE = 1e-5  # log-probabilities of one float32 model by two programs
+TOLERANCE = 1e-5  # the largest difference between two programs' log-probabilities in float32
 NOTABLE = 0.02
 
 # Runs in either checkout, which is the working directory and thus first on the path. It may therefore use only the

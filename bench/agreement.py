@@ -1,4 +1,4 @@
-"""A check that greedy text matches transformers for every way to draft, in chats with a real model."""
+"""A check that greedy text matches that of transformers with every kind of drafter, in chats with a real model."""
 
 import dataclasses
 import itertools
@@ -42,7 +42,7 @@ class Expected:
         return int(near[0]) if near.size else None
 
     def parts(self, tokens: list[int]) -> int | None:
-        """Return where `tokens` first diverge before the first near tie, or None if they do not."""
+        """Return the position at which `tokens` first diverge before the first near tie, or None if they do not."""
         pairs = itertools.islice(itertools.zip_longest(self.tokens, tokens), self.tie)
         return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
 
@@ -133,7 +133,7 @@ def _row(name: str, outs: Sequence[jspec.Output], theirs: Sequence[Expected]) ->
         "tokens": tokens,
         "compared": sum(len(one.tokens[: one.tie]) for one, _ in pairs),
         "accepted": accepted,
-        "tokens a round": tokens / rounds,
+        "tokens per round": tokens / rounds,
         "to the end": sum(one.tokens == tokens for one, tokens in pairs),
         "identical, %": 100 * same / len(pairs),
     }

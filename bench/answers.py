@@ -20,7 +20,7 @@ from jspec import text
 from jspec.drafters.base import own_tree
 from jspec.drafters.combine.fallback import with_lookup_first
 
-DRAFTING = ("tokens a round", "accepted")
+DRAFTING = ("tokens per round", "accepted")
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
 
 
@@ -54,7 +54,7 @@ def drafters(subject: Subject, k: int, tree: tuple[int, ...]) -> dict[str, tuple
     if tree:
         found["head, tree"] = jspec.TreeDrafter(subject.draft, jspec.Tree(tree))
     far: dict[str, tuple[Any, int | None]] = {name: (drafter, k) for name, drafter in found.items()}
-    if own_tree(subject.draft) is None:  # a drafter with a tree of its own has no chain to fall back on
+    if own_tree(subject.draft) is None:  # a drafter with its own tree cannot be a fallback
         far |= {"head, one token": (subject.draft, 1), "lookup, else head": (with_lookup_first(subject.draft), None)}
     return far
 
@@ -79,12 +79,12 @@ def programs(
         name: chats.decoder(subject, drafter, far, requests, new_tokens, temperature)
         for name, (drafter, far) in drafters(subject, k, tree).items()
     }
-    if temperature:  # other programs use different noise and so sample different outputs
+    if temperature:  # other programs sample different outputs, because their noise differs
         return calls
     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
     if "torch" in others:
         options = {"transformers plain": {}}
-        if batch == 1:  # its lookup supports only this
+        if batch == 1:  # transformers' prompt lookup supports only batch 1
             options["transformers lookup"] = {"prompt_lookup_num_tokens": k}
         for name, option in options.items():
             calls[name] = lambda option=option: [
@@ -152,9 +152,9 @@ def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str
 
 
 def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return one table row per program."""
+    """Return one table row per program, from its times and outputs."""
     texts = {name: chats.texts(out) if isinstance(out[0], jspec.Output) else out for name, out in outs.items()}
-    each = {name: taken / sum(map(len, texts[name])) for name, taken in times.items()}  # seconds a token
+    each = {name: taken / sum(map(len, texts[name])) for name, taken in times.items()}  # seconds per token
     rows = []
     for name, out in outs.items():
         row = {"question": kind, "batch": batch, "program": name, "tokens/s": spread(1 / each[name]).median}

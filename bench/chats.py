@@ -36,10 +36,10 @@ def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
 
 
 def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[np.ndarray]]:
-    """Return kind -> the token ids of `count` questions: the four kinds, or those held out by a training in `folder`.
+    """Return kind -> the token ids of `count` questions of the four kinds, or held out by the training run in `folder`.
 
     Raises:
-        ValueError: the training holds out fewer questions than `count`, or `folder` has no text.
+        ValueError: the training run holds out fewer than `count` questions, or `folder` has no text.
     """
     if folder is None:
         return {kind: rows(tokenizer, kind, count) for kind in KINDS}
@@ -47,7 +47,7 @@ def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[n
 
 
 def _held_out(folder: Path, count: int) -> list[np.ndarray]:
-    """Return evenly spaced held-out questions of a training that uses the default sequence length."""
+    """Return evenly spaced held-out questions from a training run with the default sequence length."""
     chats = [row.tokens[: row.learned.argmax()] for row in divide(written(folder, Recipe.length))[1]]
     found = list({ids.tobytes(): ids for ids in chats if ids.size}.values())
     if len(found) < count:
@@ -78,7 +78,7 @@ def decoder(
 ) -> Callable[[], list[jspec.Output]]:
     """Return a call that answers requests one after another, up to EOS. It uses plain decoding if `drafter` is None.
 
-    For lookup and retrieval, `k` is the maximum draft length. None means the default of `jspec.complete`.
+    For prompt lookup and retrieval, `k` is the maximum draft length. None means the default of `jspec.complete`.
     """
     options = {
         "max_new_tokens": new_tokens,

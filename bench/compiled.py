@@ -1,6 +1,6 @@
 """The program as a device would run it: kernels, bytes, copies, memory and predicted time, part by part.
 
-XLA compiles it for a device that is not present. Times are not measured, but predicted from the constants in
+XLA compiles the program for a device that is not present. Times are not measured, but predicted from the constants in
 `jspec.core.devices`.
 """
 
@@ -19,8 +19,8 @@ from jspec.core.devices import Device
 from jspec.planning.memory import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
-DRAFT_STEP = "draft step"  # in the drafting loop; the first pass is outside it
-LARGE = 1e6  # bytes; kernels that write more deserve a look
+DRAFT_STEP = "draft step"  # in the drafting loop; the first pass is outside the loop
+LARGE = 1e6  # bytes; kernels that write more are reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def read(compiled: Any, launches: str = "") -> Program:
     module = Module(compiled.as_text())
     rounds = [loop for loop in module.loops(module.entry) if loop.scope.endswith("jit(decode_program)/while")]
     if len(rounds) != 1:
-        raise ValueError(f"Expected one loop over rounds, found {len(rounds)}; this is not a program that decodes.")
+        raise ValueError(f"Expected one loop over rounds, found {len(rounds)}; this program does not decode.")
     inside = [found for name in rounds[0].calls for found in module.launches(name)]
     loops = module.loops(rounds[0].body)
     places = {place for _, place, _ in inside}
@@ -234,16 +234,16 @@ def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.
     if weights + caches > count * memory:
         raise ValueError(
             f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit on {count} x "
-            f"{device.title} of {memory:.1f} GB; give --devices, or a smaller pair or batch."
+            f"{device.title} of {memory:.1f} GB; pass --devices, or use a smaller pair or batch."
         )
 
 
 def _facts(title: str, program: Program) -> str:
     return (
-        f"{title}: {len(program.loops)} loops besides the drafting loop, {program.waits} of unknown length, "
+        f"{title}: {len(program.loops)} loops other than the drafting loop, {program.waits} of unknown length, "
         f"{program.conditionals} conditionals, {program.host} host transfers; {program.arguments / 1e6:.0f} MB of "
-        f"arguments, {program.temporary / 1e6:.0f} MB of temporaries with caches, "
-        f"{program.on_chip / 1e6:.0f} MB of it on the chip" + _starts(program.graphs) + "."
+        f"arguments, {program.temporary / 1e6:.0f} MB of temporaries including caches, "
+        f"{program.on_chip / 1e6:.0f} MB of them on the chip" + _starts(program.graphs) + "."
     )
 
 

@@ -1,4 +1,4 @@
-"""Devices that programs can be compiled for without having the hardware."""
+"""Devices for which programs can be compiled without the hardware."""
 
 import os
 from importlib import metadata
@@ -7,7 +7,7 @@ import numpy as np
 
 from jspec.core.devices import DEVICES, Device
 
-# What XLA must know about a GPU, in the format of its own descriptions (xla/tools/hlo_opt/gpu_specs).
+# The GPU description that XLA needs, in XLA's own format (xla/tools/hlo_opt/gpu_specs).
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
 shared_memory_per_core: {shared} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {units}
 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f}
@@ -24,7 +24,7 @@ _CHIPS = {
     "NVIDIA L4": (102400, 1536, 58, 128, 50331648, 2.04, 101376, 8, 9),
     "Tesla T4": (65536, 1024, 40, 64, 4194304, 1.59, 65536, 7, 5),
 }
-_PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"), "tpu": ("libtpu",)}  # any of them suffices
+_PLUGINS = {"cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin"), "tpu": ("libtpu",)}  # any of these packages suffices
 _TOPOLOGIES = {"TPU v5e": "v5e", "TPU v6e": "v6e"}
 _GRIDS = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4"}  # TPU grids; the smallest topology has four chips
 
@@ -33,8 +33,8 @@ def prepare(name: str) -> Device:
     """Return the device with this name, and set the environment variables that JAX needs before it starts.
 
     Raises:
-        ValueError: the device is unknown, or JAX cannot compile for it here. The message then names the command that
-            makes it possible.
+        ValueError: the device is unknown, or JAX cannot compile for it here. In the second case, the message names the
+            command that sets up a compiler.
     """
     if name not in DEVICES:
         raise ValueError(f"There is no device {name!r} to compile for; choose from {', '.join(DEVICES)}.")
@@ -44,7 +44,7 @@ def prepare(name: str) -> Device:
     if device.platform == "tpu":
         os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
         os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
-    else:  # without the device nothing can be timed, so no kernel can be tuned
+    else:  # without the device, nothing can be timed, so kernels cannot be tuned
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {flags}"
     return device
@@ -52,7 +52,7 @@ def prepare(name: str) -> Device:
 
 def _check_plugin(platform: str) -> None:
     """Raise ValueError unless JAX's compiler for `platform` is installed, in JAX's version."""
-    make = f"make an environment with it: bash bench/environments.sh {platform} DIR"
+    make = f"create an environment with it: bash bench/environments.sh {platform} DIR"
     found = {plugin: version for plugin in _PLUGINS[platform] if (version := _version(plugin))}
     if not found:
         raise ValueError(
@@ -72,7 +72,7 @@ def _version(package: str) -> str | None:
 
 
 def topology(device: Device, count: int = 1) -> np.ndarray:
-    """Return `count` devices that XLA can compile for although none is present."""
+    """Return `count` absent devices that XLA can compile for."""
     from jax.experimental import topologies
 
     if device.platform == "tpu":

@@ -38,7 +38,7 @@ _NOUNS = ("name", "path", "line", "key", "url", "word", "field", "label")
 
 
 def prompts(tokenizer: Any, count: int) -> dict[str, Request]:
-    """Return kind -> `count` prompts of `WIDTH` tokens: unseen code, repetitive tests, a function to rewrite."""
+    """Return kind -> `count` prompts of `WIDTH` tokens: unseen code, repetitive tests, or a function to rewrite."""
     repeated = ["".join(_REPEATED.format(word, i + j) for j, word in enumerate(_NOUNS)) for i in range(count)]
     edited = [_FUNCTION.format(noun, i) * 2 + "def split_" for i, noun in enumerate(_NOUNS[:count])]
     ends = {
@@ -57,7 +57,7 @@ def early_exit(target: jspec.Llama) -> dict[str, Any]:
 
 
 def made(subject: Subject) -> dict[str, Any]:
-    """Return name -> drafter. Your own prompts have no corpus, so counting and retrieval drafters are left out."""
+    """Return name -> drafter. Your own prompts have no corpus, so counting and retrieval drafters are omitted."""
     found = {
         "draft model": subject.draft,
         "lookup": jspec.NGramDrafter(),
@@ -67,7 +67,7 @@ def made(subject: Subject) -> dict[str, Any]:
 
 
 def with_trees(subject: Subject, k: int) -> dict[str, Any]:
-    """Return name -> drafter with a tree of its own. The tree determines how much is drafted."""
+    """Return name -> drafter with its own tree. The tree determines how much is drafted."""
     found = {
         "lookup, tree of 12": jspec.NGramDrafter(tree=jspec.Tree.branching((3, 1, 1, 1))),
         "recycling, 32 nodes": jspec.TokenRecyclingDrafter(32),
@@ -134,7 +134,7 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
             mine = options | setting
             models = target, mine.pop("drafter")
             calls[name] = in_batches(jspec.speculative_generate, models, request, **mine)
-            # The prefill's share of a call, so that the remainder is rounds.
+            # The prefill's share of a call. The remaining time is spent on rounds.
             calls[f"{name}, start"] = in_batches(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
@@ -203,7 +203,7 @@ def _row(
     return {
         "prompt": kind,
         "drafter and rule": name,
-        "tokens a round": tokens / rounds,
+        "tokens per round": tokens / rounds,
         "acceptance": alpha,
         "cost ratio": cost,
         "tokens/s": tokens / spread(times[name]).median,

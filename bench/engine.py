@@ -24,7 +24,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
     """Measure all engines in turns with 1, 2, ... concurrent requests, and with four times as many as there are slots.
 
     At each concurrency, a new request starts as soon as one ends. These requests generate between half of `new_tokens`
-    and all of it, because plain ones of equal length would always end, and be prefilled, together.
+    and all of it, because plain requests of equal length would always end, and be prefilled, together.
     """
     tokens, lengths, keys = subject.request(slots, width)
     prompts = [tuple(row[:size].tolist()) for row, size in zip(tokens, lengths, strict=True)]
@@ -43,7 +43,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
         engines = {"plain": engine(None)}
         engines |= {f"K = {k}": engine(subject.draft, num_draft_tokens=k) for k in LENGTHS}
         engines["auto"] = engine(subject.draft)
-        # Calls to be compared are next to each other.
+        # Calls that are compared with each other are adjacent.
         calls = {(name, n): _under_way(one, n, load) for n, load in loads.items() for name, one in engines.items()}
         batch = (tokens, lengths, keys)
         how: dict[str, Any] = {"max_new_tokens": new_tokens, "sampling": sampling}
@@ -57,7 +57,7 @@ def run(subject: Subject, slots: int, new_tokens: int, width: int, temperature: 
     saturated = {name: ratio(times["one program", name], times[name, 4 * slots]) for name in ("plain", "K = 4")}
     publish(
         f"engine-{subject.name}-s{slots}-t{temperature:g}-{jax.default_backend()}",
-        f"{subject.name}: tokens a second of an engine of {slots} slots, by requests, temperature {temperature:g}",
+        f"{subject.name}: tokens per second of an engine with {slots} slots, by requests, temperature {temperature:g}",
         rows,
         plots.engine,
         notes=[

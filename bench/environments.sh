@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment in which XLA compiles for a device that is not there: bash bench/environments.sh cuda|tpu DIR
-# It needs no driver; 6 GB of disk for cuda, 2 GB for tpu.
+# Create an environment in which XLA compiles for an absent device: bash bench/environments.sh cuda|tpu DIR
+# No driver is needed. The environment takes 6 GB of disk space for cuda, or 2 GB for tpu.
 set -euo pipefail
 case "${1:-}" in
 cuda) extra=cuda12 ;;

@@ -1,4 +1,4 @@
-"""The time from a clone to a real model's answer, step by step in an empty folder, and which steps are downloads."""
+"""The time from a clone to a real model's answer, step by step in an empty folder, and the share of downloads."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ def steps(folder: Path) -> list[Step]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return our environment without anything installed, cached or set for this process."""
+    """Return this process's environment without variables for installed packages, caches or settings."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_FORGOTTEN)}
     return ours | {"XDG_CACHE_HOME": str(folder / "cache")}
 
@@ -93,7 +93,7 @@ def run() -> None:
 
 
 def _timed(step: Step, folder: Path) -> tuple[float, str]:
-    """Run a step and return its seconds and output. No file in the working folder is named like a model."""
+    """Run a step and return its seconds and output. The working folder contains no file that is named like a model."""
     began = time.perf_counter()
     done = subprocess.run(step.command, env=environment(folder), capture_output=True, text=True, cwd=folder)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The speed-up predicted from acceptance and cost ratio, the measured one, and where the difference comes from."""
+"""The speed-up predicted from acceptance and cost ratio, the measured speed-up, and the causes of the difference."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from jspec import theory
 
 
 class Calls:
-    """One program called with a long and a short limit. The difference is the time for decoding alone, without prefill.
+    """One program, called with a long and a short limit. The difference of their times excludes the prefill.
 
     Raises:
         ValueError: both limits take the same number of rounds, so there is no difference.
@@ -36,8 +36,8 @@ class Calls:
         self.rounds = rounds[1] - rounds[0]
         if self.rounds == 0:
             raise ValueError(
-                f"{limits[0]} and {limits[1]} new tokens both take {rounds[0]} rounds, and the time of a round is "
-                "found by difference; raise --max-new-tokens."
+                f"{limits[0]} and {limits[1]} new tokens both take {rounds[0]} rounds, but the time of a round is "
+                "computed from a difference; raise --max-new-tokens."
             )
 
     def round_seconds(self, times: dict[str, Any], name: str) -> float:
@@ -63,7 +63,9 @@ def run(
     )
     size = batch, int(lengths.mean()) + new_tokens // 2, tokens.shape[1] + new_tokens + k + 1
     passes = {"target": Pass(target, 1, *size), "verify": Pass(target, k + 1, *size)}
-    first = 1 if isinstance(draft, jspec.EarlyExitDrafter) else 2  # an exit has the target's cache for all but one
+    first = (
+        1 if isinstance(draft, jspec.EarlyExitDrafter) else 2
+    )  # an exit shares the target's cache except for one token
     passes |= subject.draft_passes({"draft": 1, "draft 2 rows": first}, *size)
     calls = {
         f"{name} {length}": call
@@ -124,9 +126,9 @@ def steps(
     rows = [
         {
             "step": step,
-            "tokens a round": tokens,
-            "plain, ms a token": plain * 1e3,
-            "ms a round": spent * 1e3,
+            "tokens per round": tokens,
+            "plain, ms per token": plain * 1e3,
+            "ms per round": spent * 1e3,
             "speed-up": tokens * plain / spent,
         }
         for step, tokens, plain, spent in found

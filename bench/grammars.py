@@ -1,7 +1,7 @@
 """Random grammars, valid and hostile, alongside a server's streams: crashes, waits and memory.
 
-The streams run in turns alone, alongside requests without a grammar, and alongside requests with one. The second case
-shows how much of the third is only the cost of more requests.
+The streams run alone, alongside requests without a grammar, and alongside requests with a grammar, in turns. The second
+case shows how much of the third case's delay is only the cost of more requests.
 """
 
 import asyncio
@@ -183,7 +183,7 @@ def memory(process: int) -> float:
 async def _play(url: str, process: int, minutes: float, turn: float, seed: int) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE, limits=limits) as client:
-        warm = _Load(client, time.monotonic() + turn)  # until the programs for constrained requests are compiled
+        warm = _Load(client, time.monotonic() + turn)  # wait until the programs for constrained requests are compiled
         good = {
             "model": "model",
             "prompt": "{",
@@ -225,7 +225,7 @@ def run(minutes: float, folder: Path | None) -> None:
             process.wait(60)
         row["crashes"] = int(process.returncode != 0)
         row["s to end"] = time.monotonic() - begun
-    publish(f"grammars-{minutes:g}", "Random grammars beside four streams", [row], _draw, folder=folder or RESULTS)
+    publish(f"grammars-{minutes:g}", "Random grammars alongside four streams", [row], _draw, folder=folder or RESULTS)
 
 
 def _draw(figure: Figure, rows: plots.Rows) -> None:

@@ -41,7 +41,7 @@ class _Thunk:
 
 
 def compiled(lowered: Any, options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the compiled program and the list of its launches, which is "" if XLA writes none, as for TPUs."""
+    """Return the compiled program and the list of its launches, or "" if XLA writes none, as for TPUs."""
     with tempfile.TemporaryDirectory() as folder:
         done = lowered.compile((options or {}) | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         return done, "".join(path.read_text(encoding="utf-8") for path in Path(folder).glob(_LISTS))
@@ -65,7 +65,7 @@ def _count(thunks: list[_Thunk], captured: bool, trips: Iterator[int]) -> Graphs
     for thunk in thunks:
         if thunk.kind == _LOOP:
             turns = next(trips)
-            for inner in thunk.inner:  # a loop tests its condition once more than it iterates
+            for inner in thunk.inner:  # a loop tests its condition one more time than it iterates
                 once = _count([inner], captured, trips)
                 total = sum([once] * (turns + inner.condition), total)
         elif thunk.inner:
@@ -76,7 +76,7 @@ def _count(thunks: list[_Thunk], captured: bool, trips: Iterator[int]) -> Graphs
 
 
 def _read(launches: str) -> list[_Thunk]:
-    """Parse the tree that indentation shows. A loop's parts are indented one step deeper than the loop."""
+    """Parse the tree that the indentation represents. A loop's parts are indented one step deeper than the loop."""
     top = _Thunk("", False)
     around, condition = [top], False
     for match in filter(None, map(_LINE.match, launches.splitlines())):

@@ -37,7 +37,7 @@ def acceptance(
     new_tokens: NewTokens = 256,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0, 0.5, 1],  # noqa: B006
 ) -> None:
-    """Measure acceptance by position, kind of prompt and temperature, beside the theory."""
+    """Measure acceptance by position, kind of prompt and temperature, and compare it with theory."""
     from bench import acceptance
 
     subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
@@ -77,7 +77,7 @@ def rules(
     new_tokens: NewTokens = 128,
     temperature: Annotated[list[float], typer.Option("--temperature", help="May be repeated.")] = [0.7, 1],  # noqa: B006
 ) -> None:
-    """Measure the tokens per round under rejection, block and coupled, for several drafters."""
+    """Measure the tokens per round under the rules rejection, block and coupled, for several drafters."""
     from bench import rules
 
     subject = measured(new_tokens, "bundled", target, draft, prompts, output, by_model=True)
@@ -94,7 +94,7 @@ def trees(
     batch: Batch = 32,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Number of batches, run one after another.")] = 1,
     asked: Annotated[bool, typer.Option("--chats", help="Use questions of all kinds as prompts.")] = False,
-    children: Annotated[int, typer.Option("--children", min=1, help="Most children of a node.")] = 8,
+    children: Annotated[int, typer.Option("--children", min=1, help="Maximum number of children per node.")] = 8,
     nodes: Annotated[list[int], typer.Option("--nodes", min=1, help="May be repeated.")] = [8, 16, 32],  # noqa: B006
     depth: Annotated[int, typer.Option("--max-depth", min=1)] = 4,
     new_tokens: NewTokens = 128,
@@ -102,10 +102,10 @@ def trees(
     repeats: Repeats = 5,
     acceptance: Annotated[
         list[float],
-        typer.Option("--acceptance", min=0, max=1, help="Synthetic acceptance of the child of each rank, in order."),
+        typer.Option("--acceptance", min=0, max=1, help="Synthetic acceptance rate of each child rank, in order."),
     ] = [],  # noqa: B006
 ) -> None:
-    """Measure acceptance by the number of children, and the best trees against one chain and several as a batch."""
+    """Measure acceptance by the number of children, and compare the best trees with one chain and with several."""
     from bench import chats, trees
     from bench.play import Play
     from bench.subject import WIDTH
@@ -122,18 +122,16 @@ def noise(
     target: Annotated[
         str,
         typer.Option(
-            "--target", metavar="SRC", help="Target of the second pair: a name from jspec models, or your own."
+            "--target", metavar="SRC", help="Target of the second pair: a name from jspec models, or your own model."
         ),
     ] = "smollm2",
     draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
     output: Output = None,
-    laws: Annotated[
-        int, typer.Option("--laws", min=2, help="Distributions of each pair, eight after each text.")
-    ] = 256,
-    noises: Annotated[int, typer.Option("--noises", min=1, help="Draws for each distribution.")] = 64,
+    laws: Annotated[int, typer.Option("--laws", min=2, help="Distributions per pair, eight after each text.")] = 256,
+    noises: Annotated[int, typer.Option("--noises", min=1, help="Draws per distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:
-    """Compare one Gumbel per token with drawing in two steps: gain and cost, for the bundled pair and another."""
+    """Compare one Gumbel per token with drawing in two steps: gain and cost, for the bundled pair and another pair."""
     from bench import noise
 
     bundled = measured(1, "bundled", None, None, None, output)
@@ -153,7 +151,7 @@ def regret(
     repeats: Repeats = 20,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """Measure the speed that the answer of `jspec tune` loses against the best of a dozen settings."""
+    """Measure how much slower the choice of `jspec tune` is than the best of a dozen settings."""
     from bench import regret
 
     regret.run(measured(new_tokens, pair, target, draft, prompts, output), batch, new_tokens, temperature, repeats)
@@ -164,12 +162,12 @@ def losses(
     target: Target = None,
     output: Output = None,
     kind: Kind = "eagle",
-    texts: Annotated[int, typer.Option("--texts", min=16, help="Texts of 256 tokens.")] = 4000,
+    texts: Annotated[int, typer.Option("--texts", min=16, help="Number of 256-token texts.")] = 4000,
     steps: Annotated[int, typer.Option("--steps", min=1)] = 250,
     depth: Annotated[int, typer.Option("--depth", min=1)] = 3,
     seeds: Annotated[int, typer.Option("--seeds", min=1)] = 3,
 ) -> None:
-    """Train a drafter with every loss from several seeds, and measure its acceptance on held-out modules."""
+    """Train a drafter with each loss and several seeds, and measure its acceptance on held-out modules."""
     from bench import losses
 
     losses.run(without_draft(1, target, output), kind, texts, steps, depth, seeds)
@@ -187,7 +185,7 @@ def training(
     draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=2, help="Vocabulary of an EAGLE head.")] = 8192,
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 5,
 ) -> None:
-    """Measure a step of training: tokens per second, where the time goes, and memory."""
+    """Measure a training step: tokens per second, a breakdown of its time, and memory."""
     from bench import training
 
     training.run(without_draft(1, target, output), kinds.split(","), step_tokens, depth, draft_vocab, repeats)

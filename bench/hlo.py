@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "token": 0, "opaque": 0}
-# Operations that cost a device nothing: aliases of other arrays, and the ends of operations that have already started.
+# Operations that cost a device nothing: aliases of other arrays, and the ends of operations that started earlier.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("opt-barrier", "partition-id", "replica-id", "domain", "add-dependency"),
@@ -48,7 +48,7 @@ class Instruction:
 
     @property
     def calls(self) -> list[str]:
-        """The computations that it runs. For a loop, these are the condition and the body."""
+        """The computations that the instruction runs. For a loop, these are the condition and the body."""
         found = re.findall(
             r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)", self.rest
         )
@@ -68,7 +68,7 @@ class Instruction:
 
     @property
     def host(self) -> bool:
-        """Whether it waits for the host or sends data to it."""
+        """Whether the instruction waits for the host or sends data to the host."""
         return self.op in ("infeed", "outfeed", "send", "recv") or (
             self.op == "custom-call" and bool(_HOST.search(self.rest.split("metadata=")[0]))
         )

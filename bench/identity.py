@@ -36,7 +36,7 @@ def run(batch: int, new_tokens: int) -> None:
             )
     publish(
         f"identity-bundled-b{batch}-{jax.default_backend()}",
-        f"bundled pair at temperature 1: {batch} texts of {new_tokens} tokens, K = 4",
+        f"bundled pair at temperature 1: {batch} outputs of {new_tokens} tokens, K = 4",
         rows,
         plots.bars("decoded in", "differ alone"),
         notes=[
@@ -53,7 +53,7 @@ def _text(target: jspec.Llama, draft: jspec.Llama, request: Request, new_tokens:
 
 
 def _singles(request: Request) -> list[Request]:
-    """Return every row as a batch of its own."""
+    """Return each row as a separate batch."""
     tokens, lengths, keys = request
     return [(tokens[i : i + 1], lengths[i : i + 1], keys[i : i + 1]) for i in range(len(lengths))]
 

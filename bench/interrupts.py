@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments in every phase of the command: the exit status, and how long the exit takes."""
+"""Ctrl-C at random moments in every phase of the command: the exit status, and the time until the exit."""
 
 import os
 import pty
@@ -16,7 +16,7 @@ from typing import Any
 from bench import plots
 from bench.report import publish
 
-# Phase: the command, and what the terminal shows when the phase starts and when it has ended.
+# Phase: the command, and the terminal's output when the phase starts and when it has ended.
 _GENERATE = ["generate", "def f():", "-n", "1000", "--temperature", "2"]
 PHASES = {
     "load": (_GENERATE, "Importing", "Compiling"),
@@ -24,11 +24,11 @@ PHASES = {
     "decode": (_GENERATE, "Decoding", "\x1b[?25h"),
     "tune": (["tune", "--max-draft-tokens", "2"], "Measuring", "\x1b[?25h"),
 }
-_AFTER_COMPILING = ("decode", "tune")  # these phases find their programs compiled
+_AFTER_COMPILING = ("decode", "tune")  # the programs of these phases are already compiled
 
 
 class Terminal:
-    """The command running in a terminal of its own."""
+    """A command running in its own terminal."""
 
     def __init__(self, command: list[str], cache: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -131,7 +131,7 @@ def _interrupted(phase: str, later: float, kept: str) -> dict[str, Any] | None:
     cursor = "back" if terminal.shown.endswith("\x1b[?25h") else "gone"
     return {
         "phase": phase,
-        "s into it": later,
+        "s into the phase": later,
         "status": status,
         "s after the signal": taken,
         "crash": "yes" if crashed else "no",

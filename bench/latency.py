@@ -1,4 +1,4 @@
-"""Tokens per second of whole calls in turns: plain, speculative for each K next to theory, and transformers."""
+"""Tokens per second of whole calls, in turns: plain, speculative for each K (with the prediction), and transformers."""
 
 import importlib.util
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
 from jspec import theory
 
-DRAFTING = ("K", "tokens a round", "acceptance", "cost ratio", "predicted", "with K + 1 rows")
+DRAFTING = ("K", "tokens per round", "acceptance", "cost ratio", "predicted", "with K + 1 rows")
 
 
 def decoders(

@@ -1,4 +1,4 @@
-"""The same float32 target in llama.cpp (llama-cpp-python): greedy decoding, and a forward pass over a few rows."""
+"""Greedy decoding, and passes over a few rows, of the same float32 target in llama.cpp (llama-cpp-python)."""
 
 import itertools
 import os
@@ -65,7 +65,7 @@ def interleaved(projection: np.ndarray, heads: int) -> np.ndarray:
 
 
 def load(file: Path, logits_all: bool, context: int = 512) -> Any:
-    """Load the model in llama.cpp with all cores, a float32 cache, and the same attention as jspec."""
+    """Load the model in llama.cpp, with all cores, a float32 cache, and the same attention as in jspec."""
     import llama_cpp
 
     cores = os.cpu_count()
@@ -181,7 +181,7 @@ def check_same(target: jspec.Llama, llm: Any) -> float:
     difference = float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
     if not difference < TOLERANCE:
         raise ValueError(
-            f"logits of jspec and llama.cpp differ by up to {difference:.2g}, expected less than {TOLERANCE:g}: they "
+            f"logits of jspec and llama.cpp differ by up to {difference:.2g}; expected less than {TOLERANCE:g}. They "
             "are not the same model; see write_gguf."
         )
     return difference

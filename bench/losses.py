@@ -38,7 +38,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
             _source(target, side, trainees[0], Path(folder) / name)
             for side, name in ((train, "train"), (held_out, "held out"))
         )
-        # A seed also sets the data order, because a draft model starts from the target's layers whatever the seed.
+        # A seed also sets the data order, because a draft model starts from the target's layers with every seed.
         orders = [dataclasses.replace(known, plan=Plan(train, STEP_TOKENS, seed)) for seed in range(seeds)]
         for loss in LOSSES:
             found = [
@@ -53,7 +53,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         plots.bars("loss", "accepted"),
         notes=[
             "accepted: sum min(p, q) of the first draft token at temperature 1, on held-out modules; greedy: how often"
-            " both have the same most likely token; tokens a round: of a chain of all depths; +-: standard error"
+            " both have the same most likely token; tokens per round: of a chain of all depths; +-: standard error"
             " over seeds."
         ],
         folder=subject.folder,
@@ -79,7 +79,7 @@ def _source(target: jspec.Llama, rows: list[Row], trainee: Trainee, folder: Path
 
 
 def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Schedule, folder: Path) -> list[float]:
-    """Return the first draft token's acceptance at temperature 1 and greedily, and the tokens per round for both."""
+    """Return the first draft token's acceptance at temperature 1 and with greedy decoding, and the tokens per round."""
     fit(trainee, target, *sources, schedule, folder)
     *_, last = read_log(folder)
     rates = last.acceptance, last.agreement
@@ -89,7 +89,7 @@ def _trained(target: Any, trainee: Trainee, sources: list[Source], schedule: Sch
 
 def _summary(found: list[list[float]]) -> dict[str, float]:
     values = np.array(found)
-    names = "accepted", "greedy", "tokens a round", "greedily"
+    names = "accepted", "greedy", "tokens per round", "greedily"
     errors = values.std(axis=0, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.zeros(values.shape[1])
     pairs = zip(names, values.mean(axis=0), errors, strict=True)
     return {head: float(value) for name, mean, error in pairs for head, value in ((name, mean), (f"+- {name}", error))}

@@ -1,7 +1,7 @@
-"""Two ways to sample a token with noise that target and draft share: in two steps, as jspec does, or at once.
+"""Two ways to sample a token with noise that target and draft share: in two steps, as in jspec, or in one step.
 
 The two steps sample a block and then a token in it, with sqrt(V) Gumbels each (`jspec.core.probs.sample_with_noise`).
-Sampling at once uses full noise: it takes the largest ``log p + g``, with one Gumbel g per token. Under the rule
+Sampling in one step uses full noise: it takes the largest ``log p + g``, with one Gumbel g per token. Under the rule
 "coupled", the k children of a node are k two-step draws without replacement, or the k largest of ``log q + g``.
 """
 
@@ -203,8 +203,8 @@ def run(subjects: Sequence[Subject], count: int, noises: int, repeats: int) -> N
         plots.noise,
         notes=[
             "accepted: how often one of that many children is the target's token under coupled; standard error: of"
-            " the difference, over distributions. us a law: noise and drawing per distribution, compiled; pass: the"
-            " target's own, of as many rows. tokens/s: of 8 rows, if drawing and a pass over 5 rows of each were the"
+            " the difference, over distributions. us per distribution: compiled noise and drawing; pass: the target's"
+            " own, of as many rows. tokens/s: of 8 rows, if drawing and a pass over 5 rows of each were the"
             " only costs, for 4 levels of that many children in as many rows. of 32 bits: half the random bits, one"
             " logarithm.",
             *notes,
@@ -239,14 +239,14 @@ def table(
         )
         for i, children in enumerate(CHILDREN)
     ]
-    rows += [_row(vocab_size, f"us a law, {batch} x {width}", taken[batch, width]) for batch, width in SIZES]
+    rows += [_row(vocab_size, f"us per distribution, {batch} x {width}", taken[batch, width]) for batch, width in SIZES]
     batch, width = SIZES[-1]
     found = taken[batch, width]
     for i in (CHILDREN.index(1), CHILDREN.index(4)):
         tokens = {name: float(theory.expected_tokens(mean[i], width - 1)) for name, mean in means.items()}
         tokens["of 32 bits"] = tokens["full noise"]  # the same distribution
         speeds = {name: tokens[name] / width / (found[name] + found["pass"]) * 1e6 for name in WAYS}
-        rows.append(_row(vocab_size, f"tokens/s, {CHILDREN[i]} a level", speeds))
+        rows.append(_row(vocab_size, f"tokens/s, {CHILDREN[i]} per level", speeds))
     return rows
 
 

@@ -24,7 +24,7 @@ _PROMPT = 64
 
 
 def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_tokens: int, rate: float) -> None:
-    """Train on Python's library without its unit tests, then continue unit tests with and without learning."""
+    """Train on Python's library without its unit tests, then decode unit tests with and without learning."""
     target, tokenizer = subject.target, subject.tokenizer
     train, held_out = load_corpus()
     library = windows(tokenizer, [one for one in train if not _is_test(one)])

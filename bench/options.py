@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Pair = Annotated[
     str,
     typer.Option(
-        "--pair", help="bundled, 109m, or TARGET/DRAFT of two Llama shapes; append :int8 to quantise the draft."
+        "--pair", help="bundled, 109m, or two Llama shapes as TARGET/DRAFT; append :int8 to quantise the draft."
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1)]
@@ -24,17 +24,21 @@ Repeats = Annotated[int, typer.Option("--repeats", min=1)]
 Acceptance = Annotated[
     float | None,
     typer.Option(
-        "--acceptance", min=0, max=1, help="Accept drafts at this rate instead; results are labelled synthetic."
+        "--acceptance", min=0, max=1, help="Accept draft tokens at this rate instead; results are labelled synthetic."
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0)]
 Target = Annotated[
     str | None,
-    typer.Option("--target", metavar="SRC", help="Your own target instead of --pair, a directory or hub id."),
+    typer.Option(
+        "--target", metavar="SRC", help="Your own target instead of --pair: a directory or a Hugging Face repo id."
+    ),
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", metavar="SRC", help="Its draft, with the same tokenizer; or lookup, recycling or exit:N."),
+    typer.Option(
+        "--draft", metavar="SRC", help="The target's draft, with the same tokenizer; or lookup, recycling or exit:N."
+    ),
 ]
 Prompts = Annotated[
     Path | None,
@@ -47,9 +51,10 @@ Prompts = Annotated[
     ),
 ]
 Chatty = Annotated[
-    str, typer.Option("--target", metavar="SRC", help="A chat model: a name from jspec models, or your own.")
+    str,
+    typer.Option("--target", metavar="SRC", help="A chat model: a name that jspec models lists, or your own model."),
 ]
-Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Requests of each of the four kinds.")]
+Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Number of requests per kind.")]
 
 
 HeldOut = Annotated[
@@ -83,7 +88,7 @@ def known_kinds(names: str) -> str:
     return names
 
 
-Kind = Annotated[str, typer.Option("--kind", callback=known_kinds, help="Drafter kind, as for jspec.train_drafter.")]
+Kind = Annotated[str, typer.Option("--kind", callback=known_kinds, help="Drafter kind, as in jspec.train_drafter.")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", metavar="DIR", file_okay=False, help="Folder for the results, instead of bench/results."),
@@ -103,20 +108,20 @@ def measured(
 
     Args:
         by_model: whether the command supports only drafts that are models.
-        may_branch: whether it supports drafters with a tree of their own.
+        may_branch: whether the command supports drafters with their own tree.
     """
     from bench import subject
 
     with one_sentence((ValueError, OSError)):
         if by_model and not subject.drafts_by_model(draft):
-            raise ValueError(f"This command needs a draft model, and {draft} has none; give --draft SRC.")
+            raise ValueError(f"This command requires a draft model, but {draft} is not a model; pass --draft SRC.")
         if draft == subject.RECYCLING and not may_branch:
-            raise ValueError("This command drafts chains, and recycling drafts a tree; use python -m bench trees.")
+            raise ValueError("This command drafts chains, but recycling drafts a tree; use python -m bench trees.")
         return subject.find(new_tokens, pair, target, draft, *rest)
 
 
 def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":
-    """Return a chat target with a trained head or lookup. Invalid options end the command with one sentence."""
+    """Return a chat target with a trained head or prompt lookup. Invalid options end the command with one sentence."""
     return need_template(measured(new_tokens, "bundled", target, "lookup" if head is None else str(head), None, output))
 
 
@@ -128,6 +133,6 @@ def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "
 def need_template(subject: "Subject") -> "Subject":
     """Return `subject`. If it has no chat template, end the command with one sentence."""
     if getattr(subject.tokenizer, "chat_template", None) is None:
-        typer.echo(f"{subject.name} has no chat template; name a chat model as --target.", err=True)
+        typer.echo(f"{subject.name} has no chat template; pass a chat model as --target.", err=True)
         raise typer.Exit(1)
     return subject

@@ -1,7 +1,7 @@
 """The models to measure: the bundled pair, stretched pairs, and Llama shapes with random weights.
 
 A stretched pair is a random draft and a target that starts with the same layers. The output of the target's remaining
-layers to the residual stream is scaled down. The two models then agree as often as desired, and every byte is still
+layers to the residual stream is scaled down, so that the two models agree as often as desired. Every byte is still
 read.
 """
 
@@ -132,7 +132,7 @@ def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
     names = name.split("/")
     if len(names) != 2 or any(part not in SHAPES for part in names):
         raise ValueError(
-            f"There is no pair {name!r}; choose bundled, {', '.join(STRETCHED)}, or TARGET/DRAFT of {list(SHAPES)}."
+            f"There is no pair {name!r}; use bundled, {', '.join(STRETCHED)}, or TARGET/DRAFT from {list(SHAPES)}."
         )
     first, second = (random_llama(SHAPES[part], dtype, seed) for seed, part in enumerate(names))
     return first, second

@@ -1,4 +1,4 @@
-"""Measurement of isolated forward passes: many run in one compiled loop, each on the previous pass's token."""
+"""Measurement of isolated forward passes. Many passes run in one compiled loop, each on the previous pass's token."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Decoding of the same prompts with drafts of any shape: calls to time, acceptance by rank, and the cost of rounds."""
+"""Decoding of the same prompts with drafts of any shape: timed calls, acceptance by rank, and round costs."""
 
 import dataclasses
 import functools
@@ -78,8 +78,8 @@ def chain(draft: Any, length: int) -> dict[str, Any]:
 def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarray:
     """Return how often one of 1, 2, ... `children` candidates for one token is accepted.
 
-    A missing candidate counts as rejected. For token recycling, the number of candidates is the most that any of its
-    trees may have.
+    A missing candidate counts as rejected. For token recycling, the number of candidates is the maximum in any of its
+    trees.
     """
     draft = play.subject.draft
     if isinstance(draft, jspec.TokenRecyclingDrafter):
@@ -104,7 +104,7 @@ def by_rank(out: Any, tree: jspec.Tree, ranks: int) -> np.ndarray:
 def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tree_tuning.Costs]:
     """Return the seconds per token of plain decoding and the cost of rounds, which `jspec tune` measures.
 
-    The cost of rounds comes from chains and from single nodes with many children.
+    The cost of rounds is measured with chains and with single nodes that have many children.
     """
     run = functools.partial(play.run, accept=accept)
     chains = tuning.measure(run, play.new_tokens, depth)
@@ -112,7 +112,7 @@ def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tr
 
 
 def whole_over_rest(out: Any, batch: int) -> float:
-    """Return the number of all rounds over the number of rounds after the first one of every batch."""
+    """Return the number of all rounds, divided by the number of rounds after the first round of every batch."""
     rounds = np.asarray(out.stats.rounds)
     played = [int(rounds[i : i + batch].max()) for i in range(0, rounds.size, batch)]
     return sum(played) / max(1, sum(played) - len(played))
@@ -130,6 +130,6 @@ def rounds_alone(times: dict[str, np.ndarray], name: str, shares: dict[str, floa
 
 
 def with_starts(calls: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:
-    """Return each call, and its start: the same call for one new token, which prefills the prompts and runs a round."""
+    """Return each call and its start. The start is the same call for one new token, with a prefill and one round."""
     made: dict[str, Callable[[], Any]] = {name: call() for name, call in calls.items()}
     return made | {f"{name}, start": call(limit=1) for name, call in calls.items()}

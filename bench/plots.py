@@ -1,4 +1,4 @@
-"""The plot for each table. A drawing takes an empty figure and the table's rows, whose keys contain the units."""
+"""A plot for each table. Each function draws a table's rows, whose keys contain the units, on an empty figure."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def save(file: Path, draw: Drawing, rows: Rows, title: str, conditions: str) -> 
     figure.suptitle(title, fontsize="medium")
     figure.supxlabel(conditions, fontsize="x-small", color="dimgrey")
     figure.savefig(file)
-    # A palette reduces the file to a third of its size, and plots are kept in the repository.
+    # Plots are kept in the repository, and a palette reduces a file to a third of its size.
     Image.open(file).convert("RGB").quantize(128).save(file, optimize=True)
 
 
@@ -49,7 +49,7 @@ def speedups(figure: Figure, rows: Rows) -> None:
     axes.set_xticks(sorted({row["K"] for row in drafting}))
     _finish(
         axes,
-        "K, drafted tokens a round",
+        "K, drafted tokens per round",
         "speed-up over own plain decoding",
         "points measured; dots theorem 3.8;\ndashes with the cost of K + 1 rows",
     )
@@ -115,7 +115,7 @@ def rules(figure: Figure, rows: Rows) -> None:
             axes.barh(at, [row[rule] for row in mine], 0.25, label=rule)
         axes.set_yticks(range(len(mine)), names, fontsize="small")
         axes.set_title(f"temperature {temperature:g}", fontsize="small")
-        axes.set_xlabel("tokens a round")
+        axes.set_xlabel("tokens per round")
     axes.invert_yaxis()
     axes.legend(fontsize="small", loc="upper right")
 
@@ -128,7 +128,9 @@ def trees(figure: Figure, rows: Rows) -> None:
         left.plot(range(1, len(fans) + 1), fans, "o-", label=rule)
         shapes = _groups([row | {"shape": _shape(row["tree"])} for row in mine if row["nodes"] != ""], "shape")
         static = shapes.get("", [])
-        line = right.plot([row["nodes"] for row in static], [row["tokens a round"] for row in static], "o-", label=rule)
+        line = right.plot(
+            [row["nodes"] for row in static], [row["tokens per round"] for row in static], "o-", label=rule
+        )
         right.plot(
             [row["nodes"] for row in static], [row["predicted"] for row in static], ":", color=line[0].get_color()
         )
@@ -136,12 +138,12 @@ def trees(figure: Figure, rows: Rows) -> None:
             if kind:
                 right.plot(
                     [row["nodes"] for row in others],
-                    [row["tokens a round"] for row in others],
+                    [row["tokens per round"] for row in others],
                     "s-",
                     label=f"{rule}, {kind}",
                 )
     _finish(left, "children", "first token accepted")
-    _finish(right, "nodes", "tokens a round", "dots: predicted")
+    _finish(right, "nodes", "tokens per round", "dots: predicted")
 
 
 def _shape(tree: str) -> str:
@@ -157,7 +159,7 @@ def noise(figure: Figure, rows: Rows) -> None:
     left, right = figure.subplots(1, 2)
     for number, (size, mine) in enumerate(_groups(rows, "V").items()):
         fans = {int(row["what"].split()[-1]): row for row in mine if row["what"].startswith("accepted")}
-        costs = {row["what"].removeprefix("us a law, "): row for row in mine if row["what"].startswith("us")}
+        costs = {row["what"].removeprefix("us per distribution, "): row for row in mine if row["what"].startswith("us")}
         for way, line in (("two steps", "o-"), ("full noise", "s--")):
             left.plot(
                 list(fans), [row[way] for row in fans.values()], line, color=f"C{number}", label=f"V = {size:,}, {way}"
@@ -172,7 +174,7 @@ def noise(figure: Figure, rows: Rows) -> None:
             )
     right.set_yscale("log")
     _finish(left, "children", "target's token among them")
-    _finish(right, "requests x laws of each", "us a law")
+    _finish(right, "requests x distributions of each", "us per distribution")
 
 
 def shares(figure: Figure, rows: Rows) -> None:
@@ -206,12 +208,12 @@ def acceptance(figure: Figure, rows: Rows) -> None:
                 label=f"{row['prompt']}, temperature {temperature:g}",
             )
     axes.set_ylim(0, 1.02)
-    _finish(axes, "position in the draft", "accepted, share of the drafts judged there")
+    _finish(axes, "position in the draft", "share of verified draft tokens that are accepted")
 
 
 def scaling(figure: Figure, rows: Rows) -> None:
     """Plot `bench.scaling`: three panels, in each of which one size grows and the others stay as in the first row."""
-    labels = {"rows": "rows, tokens a request", "batch": "batch, requests", "context": "context, tokens"}
+    labels = {"rows": "rows, tokens per request", "batch": "batch, requests", "context": "context, tokens"}
     for axes, size in zip(figure.subplots(1, 3, sharey=True), labels, strict=True):
         rest = [other for other in labels if other != size]
         line = [row for row in rows if all(row[other] == rows[0][other] for other in rest)]
@@ -220,7 +222,7 @@ def scaling(figure: Figure, rows: Rows) -> None:
         ticks = sorted({row[size] for row in line})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        _finish(axes, labels[size], "ms a pass")
+        _finish(axes, labels[size], "ms per pass")
     axes.set_ylim(bottom=0)
 
 
@@ -230,22 +232,24 @@ def llamacpp(figure: Figure, rows: Rows) -> None:
     for program in ("jspec", "llama.cpp"):
         axes.plot([row["rows"] for row in rows], [row[f"{program}, ms"] for row in rows], "o-", label=program)
     axes.set_ylim(bottom=0)
-    _finish(axes, "rows, tokens a pass", "ms a pass")
+    _finish(axes, "rows, tokens per pass", "ms per pass")
 
 
 def interrupts(figure: Figure, rows: Rows) -> None:
     """Plot `bench.interrupts`: seconds from each signal to the exit against the moment, with one colour per phase."""
     axes = figure.subplots()
     for phase, mine in _groups(rows, "phase").items():
-        axes.plot([row["s into it"] for row in mine], [row["s after the signal"] for row in mine], "o", label=phase)
+        axes.plot(
+            [row["s into the phase"] for row in mine], [row["s after the signal"] for row in mine], "o", label=phase
+        )
     axes.set_ylim(bottom=0)
-    _finish(axes, "moment of the signal, seconds into the phase", "seconds until the end")
+    _finish(axes, "moment of the signal, seconds into the phase", "seconds until the exit")
 
 
 def training(figure: Figure, rows: Rows) -> None:
     """Plot `bench.training`: the parts of a step, with one bar per drafter kind."""
     parts = {name: [row[f"{name}, ms"] for row in rows] for name in ("target", "forward", "back")}
-    _stack(figure, [row["kind"] for row in rows], parts, "ms a step")
+    _stack(figure, [row["kind"] for row in rows], parts, "ms per step")
 
 
 def online(figure: Figure, rows: Rows) -> None:
@@ -254,7 +258,7 @@ def online(figure: Figure, rows: Rows) -> None:
     for name in ("as it was", "learning"):
         axes.plot([row["tokens served"] for row in rows], [row[name] for row in rows], "o-", label=name)
     axes.set_ylim(bottom=0)
-    _finish(axes, "tokens served", "accepted of judged guesses")
+    _finish(axes, "tokens served", "accepted / judged draft tokens")
 
 
 def engine(figure: Figure, rows: Rows) -> None:
@@ -265,13 +269,13 @@ def engine(figure: Figure, rows: Rows) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([row["requests"] for row in rows], [str(row["requests"]) for row in rows])
     axes.set_ylim(bottom=0)
-    _finish(axes, "requests at once", "tokens a second")
+    _finish(axes, "requests at once", "tokens per second")
 
 
 def serve(figure: Figure, rows: Rows) -> None:
     """Plot `bench.serve`: tokens per second and the slowest first tokens for every load, with one line per server."""
     for axes, value, name in zip(
-        figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"), ("tokens a second", "first token, p99, ms"), strict=True
+        figure.subplots(1, 2), ("tokens/s", "TTFT p99, ms"), ("tokens per second", "first token, p99, ms"), strict=True
     ):
         for server, mine in _groups(rows, "server").items():
             axes.plot([row["load"] for row in mine], [row[value] for row in mine], "o-", label=server)

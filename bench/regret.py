@@ -47,7 +47,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
         jax.block_until_ready(out)
         return float(out.lengths.sum()), time.perf_counter() - start
 
-    trials = range(TRIALS, TRIALS + 2 + repeats)  # tune has used the earlier ones; the first two compile
+    trials = range(TRIALS, TRIALS + 2 + repeats)  # tune has used the earlier keys; the first two calls compile
     played = np.array([[decode(setting, trial) for setting in settings] for trial in trials])[2:]
     median, high = regret(played, settings.index(answer))
     speeds = played[..., 0].sum(0) / played[..., 1].sum(0)
@@ -69,7 +69,7 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
         notes=[
             f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
             f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
-            "Each call includes prefill, which tune leaves out.",
+            "Each call includes prefill, which tune excludes.",
         ],
         folder=subject.folder,
         regret=median,

@@ -1,4 +1,4 @@
-"""Reports: a table on the terminal, and the same data as JSON and as a plot in a folder, all with conditions."""
+"""Reports: a table in the terminal, and the same data as JSON and as a plot in a folder, all with conditions."""
 
 import json
 import re

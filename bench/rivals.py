@@ -16,7 +16,7 @@ ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": 
 
 
 def has_twin(model: Any) -> bool:
-    """Return whether transformers can decode with the same weights, which must be a model's and not int8."""
+    """Return whether transformers can decode with the same weights: those of a model, not in int8."""
     return isinstance(model, jspec.Llama) and model.embed_tokens.scale is None
 
 
@@ -130,7 +130,7 @@ def decoder(
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens} | sampled
     if assistant is not None:
-        # Draft a constant number of tokens, as jspec does, without stopping early if the assistant is unsure.
+        # Draft a constant number of tokens, as jspec does, and do not stop early if the assistant is unsure.
         assistant.generation_config.num_assistant_tokens = num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0

@@ -35,8 +35,8 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
     """
     if pair.endswith(":int8") and jax.default_backend() == "cpu":
         raise ValueError(
-            f"roofline of {pair!r} on CPU would count int8 bytes, but there XLA widens them to float32 before the "
-            "loop, so that every pass reads four times as many; leave out ':int8'."
+            f"roofline of {pair!r} on CPU would count int8 bytes, but XLA widens them to float32 before the loop, "
+            "so that every pass reads four times as many; omit ':int8'."
         )
     target, draft = pairs.pair(pair)
     size, calls = probes()

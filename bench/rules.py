@@ -41,7 +41,7 @@ def run(subject: Subject, batch: int, ks: list[int], new_tokens: int, temperatur
         rows,
         plots.rules,
         notes=[
-            "Tokens a round. block - rejection: mean over prompts of the difference, and its standard error. k-seq"
+            "Tokens per round. block - rejection: mean over prompts of the difference, and its standard error. k-seq"
             " equals rejection for chains such as these; `python -m bench trees` measures it."
         ],
         folder=subject.folder,

@@ -33,7 +33,7 @@ def run(pair: str, repeats: int) -> None:
                 "context": context,
                 "ms": spent * 1e3,
                 "x its base": spent / first[name],
-                "us a row": spent * 1e6 / (rows_ * batch),
+                "us per row": spent * 1e6 / (rows_ * batch),
             }
         )
     publish(

@@ -1,4 +1,4 @@
-"""Clients of a server with and without a draft: their waits and tokens per second, by the number of clients."""
+"""Clients of a server with and without a draft: waiting times and tokens per second, by the number of clients."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from jspec import theory
 from jspec.bundled import PAIR
 from jspec.text import load_tokenizer
 
-_MODEL, _WAITING = "model", 1024  # enough waiting requests that none is rejected
+_MODEL, _WAITING = "model", 1024  # waiting requests: enough that none is rejected
 _RATES = 0.5, 0.8, 1.2  # arrival rates, as shares of the plain server's capacity
 _ARRIVALS = 32
 _ENOUGH = 0.5  # minimum acceptance rate
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Clients:
-    """All clients of one server. Their request numbers are seeds, so that all servers have the same work."""
+    """All clients of one server. Request numbers serve as seeds, so that all servers have the same work."""
 
     def __init__(self, api: openai.AsyncOpenAI, traffic: Traffic):
         self._api, self._traffic = api, traffic
@@ -115,7 +115,7 @@ def prompts(file: Path | None) -> list[Any]:
 
 @contextlib.contextmanager
 def served(options: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run `jspec serve` in a process of its own, and yield its address and the process."""
+    """Run `jspec serve` in a separate process, and yield its address and the process."""
     command = [sys.executable, "-m", "jspec", "serve", "--port", "0", "--name", _MODEL]
     command += ["--max-waiting", str(_WAITING), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -150,7 +150,7 @@ def run(
     """Measure two servers in turns and publish the results.
 
     Args:
-        common, drafted: options of both servers, and of the one that drafts.
+        common, drafted: options for both servers, and for the server with a draft.
         cost_ratio: the cost of a draft step over that of a target step, for the theory.
     """
     with contextlib.ExitStack() as stack:
@@ -164,7 +164,7 @@ def run(
         most = max(_speed(turn) for turns in found.values() for turn in turns["plain"]) / traffic.new_tokens
         for rate in [part * most for part in _RATES]:
             load = functools.partial(Clients.arriving, rate=rate, total=_ARRIVALS)
-            found[f"{rate:.3g} a second"] = measure.in_turns(load, repeats)
+            found[f"{rate:.3g} per second"] = measure.in_turns(load, repeats)
     rows = [row for load, turns in found.items() for row in _rows(load, turns, traffic, cost_ratio)]
     publish(
         f"serve-{name}-t{traffic.temperature:g}",
@@ -178,7 +178,7 @@ def run(
 
 def _notes(rows: Sequence[dict[str, Any]], traffic: Traffic, cost_ratio: float) -> list[str]:
     notes = [
-        f"A good answer starts within {traffic.first * 1e3:.0f} ms and takes at most {traffic.each * 1e3:.0f} ms a "
+        f"A good answer starts within {traffic.first * 1e3:.0f} ms and takes at most {traffic.each * 1e3:.0f} ms per "
         f"token; theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."
     ]
     rate = min((row["acceptance"] for row in rows if row["acceptance"] != ""), default=1.0)
@@ -233,9 +233,9 @@ def _rows(load: str, found: dict[str, Any], traffic: Traffic, cost_ratio: float)
             "tokens/s": float(np.median(speeds[name])),
             "x plain": float(np.median(speeds[name] / speeds["plain"])),
             "theory": float(theory.speedup(rate, k, cost_ratio)) if k and rate != "" else 1.0,
-            "tokens a round": sum(one.tokens for one in answers) / sums["rounds"],
+            "tokens per round": sum(one.tokens for one in answers) / sums["rounds"],
             "acceptance": rate,
-            "good a second": float(good),
+            "good per second": float(good),
         } | {
             f"{what} {q}, ms": float(np.percentile(values, int(q[1:]))) * 1e3
             for what, values in (("TTFT", first), ("TPOT", each))

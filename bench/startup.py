@@ -93,7 +93,7 @@ def served(target: str | None) -> list[dict[str, float]]:
     starts: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         environment = _environment() | {"XDG_CACHE_HOME": folder}
-        if "HF_HOME" not in environment:  # models stay where they are
+        if "HF_HOME" not in environment:  # the models stay in their folder
             environment["HF_HOME"] = str(Path.home() / ".cache" / "huggingface")
         command = [sys.executable, "-c", SERVE, "serve", *([target] if target else []), "--port", "0"]
         for _ in range(2):
@@ -117,7 +117,7 @@ def _environment() -> dict[str, str]:
 
 
 def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str, Any]:
-    """Return the times of one fresh process. `subject` is the pair, a target that replaces it, and the program."""
+    """Return the times of one fresh process. `subject`: the pair, a target that replaces the pair, and the program."""
     environment = _environment()
     if cache:
         environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -130,7 +130,7 @@ def _child(subject: tuple[str, str | None, str], cache: str | None) -> dict[str,
 
 
 def run(pair: str, target: str | None) -> None:
-    """Publish one row for each program and cache state. `target` uses lookup drafting."""
+    """Publish one row for each program and cache state. `target` drafts by prompt lookup."""
     rows: list[dict[str, Any]] = []
     constrained: list[dict[str, float]] = []  # from the engine, without and with the cache
     with tempfile.TemporaryDirectory() as cache:
@@ -149,7 +149,7 @@ def run(pair: str, target: str | None) -> None:
         rows,
         plots.startup,
         notes=[
-            "First call: for an engine of 8 slots, everything until it is ready, including its warm-up.",
+            "First call: for an engine with 8 slots, everything until the engine is ready, including its warm-up.",
             "Its first constrained request waits for programs that no cache keeps: "
             + ", ".join(
                 f"{one['waits, s']:.1f} s, while another request decodes at {one['others, share']:.2f} of its speed"
@@ -158,7 +158,7 @@ def run(pair: str, target: str | None) -> None:
             + ".",
             *(
                 f"Start {i} of `jspec serve`: {start['start, s']:.1f} s, with {start['cache hits']:g} programs "
-                f"from the cache and {start['cache misses']:g} others."
+                f"from the cache and {start['cache misses']:g} other programs."
                 for i, start in enumerate(starts, 1)
             ),
         ],

@@ -32,8 +32,8 @@ class Subject:
     Attributes:
         name: the name in titles and result files.
         draft: a model, or any drafter.
-        tokenizer: the tokenizer, or None for random weights, whose prompts are random tokens.
-        prompts: the token ids of your own prompts; empty for those included with jspec.
+        tokenizer: the tokenizer, or None for models with random weights, whose prompts are random tokens.
+        prompts: the token ids of your own prompts; empty for the prompts included with jspec.
         folder: the folder for the results.
     """
 
@@ -104,8 +104,8 @@ def find(
     Args:
         new_tokens: the number of new tokens that each prompt must leave room for.
         pair: the pair to measure unless `target` or `draft` is given. See `bench.pairs.pair`.
-        target: a directory, name or hub id. If only `draft` is given, the target is that of `pair`.
-        draft: the same, or, for drafting without a model, "recycling", "lookup", "exit:N" or a datastore.
+        target: a directory, a name or a Hugging Face repo id. If only `draft` is given, the target is that of `pair`.
+        draft: the same forms or, to draft without a model, "recycling", "lookup", "exit:N" or a datastore.
         prompts: a file of prompts. See `read_prompts`.
         folder: the folder for the results, created if missing. None is bench/results.
 
@@ -131,8 +131,8 @@ def _known(pair: str, prompts: Path | None) -> Subject:
         return Subject(pair, *pairs.pair(pair), text.load_tokenizer(PAIR / "target"))
     if prompts is not None:
         raise ValueError(
-            f"{pair} has random weights and no tokenizer to read {prompts} with; leave out --prompts, or "
-            "give --target and --draft."
+            f"{pair} has random weights and no tokenizer to read {prompts} with; omit --prompts, or "
+            "pass --target and --draft."
         )
     return Subject(pair, *pairs.pair(pair))
 
@@ -184,11 +184,11 @@ def read_prompts(file: Path, tokenizer: Any, room: int) -> list[list[int]]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}, line {number} is not UTF-8 (byte {error.start}); convert the file.") from error
         if not prompt.strip():
-            raise ValueError(f"{file}, line {number} is empty; write a prompt there, or delete the line.")
+            raise ValueError(f"{file}, line {number} is empty; write a prompt there or delete the line.")
         rows.append(tokenizer(prompt, verbose=False)["input_ids"])
         if len(rows[-1]) > room:
             raise ValueError(
-                f"{file}, line {number} has {len(rows[-1])} tokens, and the models have positions for "
-                f"{room} besides the new ones; shorten it, or lower --max-new-tokens."
+                f"{file}, line {number} has {len(rows[-1])} tokens, but the models have positions for "
+                f"{room} in addition to the new tokens; shorten the prompt, or reduce --max-new-tokens."
             )
     return rows

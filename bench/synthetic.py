@@ -25,7 +25,7 @@ from jspec.rules import (
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic(Rule):
-    """A rule that accepts draft tokens at given rates, whatever they are.
+    """A rule that accepts draft tokens at given rates, whatever the tokens are.
 
     Attributes:
         by_rank: how often the child of each rank is accepted if its parent is, from rank 0 on. Children of higher ranks
@@ -45,7 +45,7 @@ class Synthetic(Rule):
         uniforms = uniform(stream(keys, positions_from(start, tree.max_depth), Purpose.ACCEPT))
         rates = np.array([*self.by_rank, *[0.0] * tree.max_children])
         ends, ranks = np.cumsum(rates), tree.sibling_ranks[1:]
-        of_node = uniforms[:, tree.offsets[1:] - 1]  # siblings share it, so that at most one is accepted
+        of_node = uniforms[:, tree.offsets[1:] - 1]  # siblings share this number, so that at most one is accepted
         kept = (of_node >= (ends - rates)[ranks]) & (of_node < ends[ranks])
         if tree.is_chain:
             accepted, path = length_of_prefix(kept), None

@@ -18,7 +18,7 @@ from bench.subject import Subject
 from bench.timing import seconds
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
-# These only contain other instructions, whose time they include.
+# These instructions only contain others, whose time they include.
 _CONTAINERS = ("while", "call", "conditional")
 
 
@@ -75,13 +75,18 @@ def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
             {
                 "phase": phase,
                 "share, %": 100 * busy / span,
-                "us a round": busy / rounds / 1e3,
-                "instructions a round": counts[phase] / rounds,
+                "us per round": busy / rounds / 1e3,
+                "instructions per round": counts[phase] / rounds,
             }
         )
     idle = span - covered((event.start, event.end) for event in found)
     rows.append(
-        {"phase": "idle", "share, %": 100 * idle / span, "us a round": idle / rounds / 1e3, "instructions a round": 0.0}
+        {
+            "phase": "idle",
+            "share, %": 100 * idle / span,
+            "us per round": idle / rounds / 1e3,
+            "instructions per round": 0.0,
+        }
     )
     return rows
 

@@ -1,6 +1,6 @@
 """The traffic and arithmetic of a kernel: the bytes that it reads and writes in memory, and the FLOPs of its products.
 
-For a sliced array only the slice counts, and for an in-place update only the update. A TPU's on-chip memory does not
+For a sliced array, only the slice counts, and for an in-place update, only the update. A TPU's on-chip memory does not
 count.
 """
 
@@ -85,7 +85,7 @@ def _results(inner: Computation) -> list[Instruction]:
 
 
 def _read(source: Instruction, inner: Computation, reader: Instruction | None) -> int:
-    """Return how many bytes of `source` are read by `reader`, or by the whole computation if `reader` is None."""
+    """Return the bytes of `source` that `reader` reads, or that the whole computation reads if `reader` is None."""
     whole = sum(map(_bytes, _parts(source.shape)))
     names = {source.name}
     if reader is None:  # later instructions may see it in another shape

@@ -1,7 +1,7 @@
-"""Trees against chains: the acceptance rate of each child rank, and the gain and cost of the best trees.
+"""A comparison of trees with chains: the acceptance rate of each child rank, and the gain and cost of the best trees.
 
-The comparison includes the simplest tree: k chains that part at the root. These are k drafts of the same length that
-are drawn independently and verified as a batch, and the best one is kept.
+The comparison includes the simplest tree: k chains that part at the root. These chains are k drafts of the same length
+that are drawn independently and verified as a batch, and the best one is kept.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from bench.timing import in_turns, ratio, spread
 from jspec.drafters.draft_length import doubling
 from jspec.tuning.tune_chain import acceptance_rates
 
-# Rule -> the rule with the same acceptance of several candidates for one token.
+# Rule -> the rule that accepts the same share of several candidates for one token.
 RULES = {"rejection": "rejection", "traversal": "rejection", "k-seq": "k-seq", "coupled": "coupled"}
 INDEPENDENT = "k-seq"  # this rule needs independently drawn children
 UNKNOWN = ""
@@ -83,7 +83,7 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         rows,
         plots.trees,
         notes=[
-            "first token: how often a draft token for it is accepted, of all rounds. predicted: tokens a round, if"
+            "first token: how often a draft token for it is accepted, of all rounds. predicted: tokens per round, if"
             " at every depth a child of a rank is accepted as often as if all draft tokens were for one token. x"
             f" plain: medians of {repeats} calls in turns, prompts included; rounds alone: without prompts. predicted"
             " x: like rounds alone, from the predicted tokens and straight lines through the times of chains and fans"
@@ -110,12 +110,12 @@ def judges(play: Play, acceptance: Sequence[float]) -> dict[str, Any]:
 def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
     """Return the settings to compare under one rule, whose acceptance rates by child rank are `rates`."""
     draft, found, independent = play.subject.draft, [], rule == INDEPENDENT
-    if isinstance(draft, jspec.TokenRecyclingDrafter):  # it has its own trees
+    if isinstance(draft, jspec.TokenRecyclingDrafter):  # the drafter has its own trees
         return [
             Setting(rule, f"{rule}, tree of {one.num_nodes}", one.tree.size, {"drafter": one}, one.tree)
             for one in map(jspec.TokenRecyclingDrafter, nodes)
         ]
-    if not independent:  # on a chain that rule equals rejection
+    if not independent:  # on a chain, that rule equals rejection
         found += [
             Setting(rule, f"{rule}, chain of {k}", k, chain(draft, k), jspec.Tree.chain(k)) for k in doubling(depth)
         ]
@@ -132,7 +132,7 @@ def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: 
 
 
 def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
-    """Return k chains that part at the root: independent draws or, for lookup, the continuations of k matches."""
+    """Return k chains that part at the root: independent draws or, for prompt lookup, k matches' continuations."""
     looked_up = isinstance(play.subject.draft, jspec.NGramDrafter)
     if not looked_up and (rule not in ("rejection", INDEPENDENT) or not _draws(play)):
         return []
@@ -192,7 +192,7 @@ def _row(
         "tree": name,
         "first token": first,
         "nodes": nodes,
-        "tokens a round": tokens,
+        "tokens per round": tokens,
         "predicted": predicted,
         "x plain": gain,
         "rounds alone": alone,
@@ -217,4 +217,4 @@ def fastest(rows: plots.Rows) -> list[str]:
 
 def _said(row: dict[str, Any]) -> str:
     expected = "" if row["predicted x"] == "" else f", predicted {row['predicted x']:.2f}"
-    return f"{row['tree']}, {row['tokens a round']:.2f} tokens a round, {row['rounds alone']:.2f} x plain{expected}"
+    return f"{row['tree']}, {row['tokens per round']:.2f} tokens per round, {row['rounds alone']:.2f} x plain{expected}"

@@ -1,4 +1,4 @@
-"""The waits of concurrent requests: the first token with a draft, and tokens during the prefill of a long prompt."""
+"""The waiting times of concurrent requests: for a first token with a draft, and during the prefill of a long prompt."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from bench.timing import spread
 from jspec.engine import Engine, Request
 
 STREAMS = 3
-NEW = 400  # tokens of a stream: enough to last during the prefill
+NEW = 400  # tokens per stream, enough to last during the prefill
 
 
 class Stream:
@@ -63,9 +63,9 @@ def run(subject: Subject, long: int, repeats: int) -> None:
     first = [spread([of["first token, ms"] for of in found[name]]).median for name in engines]
     publish(
         f"waits-{subject.name}-{jax.default_backend()}",
-        f"{subject.name}: waiting for others, {STREAMS} streams and a prompt of {long} tokens",
+        f"{subject.name}: waits of concurrent requests, {STREAMS} streams and a prompt of {long} tokens",
         rows,
-        plots.bars("engine", "its first token, times alone"),
+        plots.bars("engine", "long prompt: first token / alone"),
         notes=[
             f"The first token after {len(prompt)} takes {first[1] / first[0]:.3f} times as long with the draft as "
             f"without. For every slot: {STREAMS + 1} answers to the long prompt, requested at once."
@@ -100,10 +100,10 @@ def _figures(engine: Engine, prompt: tuple[int, ...], text: tuple[int, ...], tur
     p99 = [float(np.percentile(shares, 99)) * 1e3 if shares else float("nan") for shares in (before, during)]
     return {
         "first token, ms": first * 1e3,
-        "p99 of a token, ms": p99[0],
-        "... while it is read": p99[1],
+        "p99 time per token, ms": p99[0],
+        "... during the long prefill": p99[1],
         "times": p99[1] / p99[0],
-        "its first token, ms": beside * 1e3,
-        "its first token, times alone": beside / long_alone,
-        "it for every slot, times alone": together / long_alone,
+        "long prompt: first token, ms": beside * 1e3,
+        "long prompt: first token / alone": beside / long_alone,
+        "long prompt for every slot: first token / alone": together / long_alone,
     }

@@ -1,1 +1,1 @@
-"""The GPU drill: all measurements that require a GPU, in one command that takes a few minutes."""
+"""The GPU drill: one command that takes all measurements that require a GPU, in a few minutes."""

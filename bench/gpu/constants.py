@@ -1,4 +1,4 @@
-"""Whole rounds of plain decoding with other constants in the kernels, to choose the constants that were assumed."""
+"""Whole rounds of plain decoding with other constants in the kernels, to replace the assumed constants."""
 
 import concurrent.futures
 from typing import Any
@@ -16,7 +16,7 @@ from jspec.models.kernels import add_norm, decode_attention
 
 _THREADS = 14
 _SHIPPED = "as shipped"
-# Name -> the kernel's module, and its changed constants.
+# Name -> the kernel's module and its changed constants.
 _CHANGES: dict[str, tuple[Any, dict[str, int]]] = {
     _SHIPPED: (add_norm, {"_WARPS": add_norm._WARPS}),
     "attention, 8 warps": (decode_attention, {"_WARPS": 8}),
@@ -46,7 +46,7 @@ def run(record: Record, rehearse: bool) -> None:
             module, changes = _CHANGES[name]
             case = plain(name, target, size)
             with record.attempt(name), mock.patch.multiple(module, **changes):
-                jax.clear_caches()  # their keys do not contain the constants
+                jax.clear_caches()  # the cache keys do not contain the constants
                 pending.append((case, pool.submit(trace(target, None, case.setting).lower().compile)))
         for case, future in pending:
             with record.attempt(case.name):

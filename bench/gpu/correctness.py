@@ -5,7 +5,7 @@ from bench.gpu.record import Record
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Check the kernels first, because they run nowhere else. Outputs come last, because they compile for a minute."""
+    """Check the kernels first, because they run nowhere else, and the outputs last: they compile for a minute."""
     for name, check in (
         ("kernels", kernel_errors.small),
         ("law", law.check),

@@ -19,10 +19,10 @@ from bench.timing import spread
 from jspec.core.devices import DEVICES
 
 PLAIN = "3B plain"
-# Programs to profile, after the first three groups: the profiler takes seconds to start.
+# Programs to profile after the first three groups, because the profiler takes seconds to start.
 _PROFILED, _BEFORE = (PLAIN, "3B, 1B drafts K=2", "8B plain", "3B, int8 1B drafts K=2"), 3
-# Milliseconds per round on an H100, predicted before the first run with the formulas of `python -m bench compiled`:
-# jax 0.10.1, kernels without autotuning, 2 us for each, and the published bandwidth.
+# Milliseconds per round on an H100, predicted before the first run with the formulas of `python -m bench compiled`: jax
+# 0.10.1, kernels without autotuning, 2 us per kernel, and the published bandwidth.
 _AHEAD = {
     PLAIN: 2.55,
     "8B plain": 6.03,

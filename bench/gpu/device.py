@@ -1,8 +1,8 @@
 """Device costs that do not depend on a model: reads, copies, products, kernels, loops and round trips to the host.
 
-Kernels and loop iterations are measured by differences. An iteration runs few or many empty kernels. The slope over
-their number is the cost of one kernel, and the remainder is the cost of the iteration. `jspec.core.devices.LAUNCH` is
-an assumption about this slope.
+Kernels and loop iterations are measured by differences. An iteration runs few or many empty kernels. The slope over the
+number of kernels is the cost of one kernel, and the remainder is the cost of the iteration. `jspec.core.devices.LAUNCH`
+is an assumption about this slope.
 """
 
 import functools
@@ -19,8 +19,8 @@ from bench.gpu.record import Record
 from bench.timing import in_turns, seconds, spread
 from jspec.core.devices import LAUNCH
 
-_NEVER = 2**30  # more kernels than any graph has
-# Compiler options that decide what becomes a CUDA graph. By default XLA captures an iteration, but not the loop.
+_NEVER = 2**30  # more kernels than any CUDA graph has
+# Compiler options that determine the CUDA graphs. By default, XLA captures an iteration, but not the loop.
 _GRAPHS: dict[str, dict[str, Any]] = {
     "CUDA graphs": {},
     "no CUDA graphs": {"xla_gpu_graph_min_graph_size": _NEVER},
@@ -75,7 +75,7 @@ def _products(record: Record, rehearse: bool) -> None:
     """Multiply square bfloat16 matrices of random numbers, one after another in a loop."""
     size, turns = (256, 3) if rehearse else (8192, 20)
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (0, 1))
-    b = b / size**0.5  # keeps the magnitude of the result that is fed back
+    b = b / size**0.5  # preserves the magnitude of the result, which is the next input
 
     @jax.jit
     def multiply(a: Array, b: Array, turns: Array) -> Array:
@@ -86,7 +86,7 @@ def _products(record: Record, rehearse: bool) -> None:
 
 
 def _kernels(record: Record, name: str, options: dict[str, Any], rehearse: bool) -> None:
-    """Run empty kernels in two kinds of loop: the host knows the trip count, or reads the condition from the device."""
+    """Run empty kernels in two kinds of loop. The host knows the trip count, or reads the condition from the device."""
     turns, repeats = (20, 2) if rehearse else (200, 3)
     for loop in (_counted, _open_ended):
         few, many = (_turn(loop, kernels, options, turns, repeats) for kernels in _KERNELS)
@@ -129,7 +129,7 @@ def _nothing(x: Array, kernels: int) -> Array:
 
 
 def _host(record: Record, rehearse: bool) -> None:
-    """Call a compiled program that does nothing: without waiting, waiting, and fetching its result."""
+    """Call a compiled program that does nothing: without waiting, with waiting, and with fetching its result."""
     calls, x = 10 if rehearse else 500, jnp.zeros(())
     step = jax.jit(lambda x: x + 1)
     fetched = spread([seconds(lambda: np.asarray(step(x))) for _ in range(calls)])
@@ -150,6 +150,6 @@ def _host(record: Record, rehearse: bool) -> None:
 
 
 def _slope(call: Callable[[int], Any], few: int, many: int, repeats: int) -> float:
-    """Return the seconds that each of the additional `many - few` takes."""
+    """Return the seconds per additional kernel, of which there are `many - few`."""
     times = in_turns({"few": lambda: call(few), "many": lambda: call(many)}, repeats)
     return spread(times["many"] - times["few"]).median / (many - few)

@@ -1,4 +1,4 @@
-"""The drill: a sequence of steps, each in a process that is killed when its time is over.
+"""The drill: a sequence of steps, each in a process that is killed when its time is up.
 
 A step that fails, hangs or crashes leaves the rows that it has measured, and the next step runs. Files are replaced
 atomically, so the files of finished steps are complete even if the drill is killed.
@@ -21,8 +21,8 @@ from bench.gpu.record import write
 from bench.gpu.steps import STEPS, Step, choose, file_of
 
 _ROOT = Path(__file__).parents[2]
-_LEAST = 2.0  # seconds that a step has even if earlier steps overran
-_KEPT = 6000  # characters at the end of a step's output
+_LEAST = 2.0  # seconds that a step gets even if earlier steps overran
+_KEPT = 6000  # characters to keep from the end of a step's output
 
 
 class Drill:
@@ -97,7 +97,7 @@ def _in_process(step: Step, file: Path, rehearse: bool, limit: float, output: IO
         return child.wait(limit)
     except subprocess.TimeoutExpired:
         return None
-    finally:  # its child processes may outlive it and hold the GPU
+    finally:  # child processes may outlive the step and hold the GPU
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process may be stuck in the device driver
@@ -108,7 +108,7 @@ def _environment(step: Step, rehearse: bool) -> dict[str, str]:
     """Return the environment of a step's process. Variables that are already set are kept, except the platform."""
     # Without an explicit platform, JAX falls back to the CPU if a GPU does not start.
     fixed = {"JAX_PLATFORMS": "cuda,cpu"}
-    if rehearse:  # most of the time is compilation
+    if rehearse:  # most of the time is spent on compilation
         fixed = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
     programs = Path(tempfile.gettempdir(), "jspec-drill-programs")  # steps and drills share compiled programs
     defaults = {

@@ -5,11 +5,11 @@ kernels of the longer of two times: bytes over the published bandwidth, and prod
 
     measured_i = w_i / share + k_i * launch,
 
-which is linear in 1 / share and launch. They are found by least squares on the relative errors, within
-launch >= 0 and share <= 1. In `jspec.core.devices.Device` they are called `bandwidth_share` and `launch`.
+which is linear in 1 / share and launch. Least squares on the relative errors determines both, within launch >= 0 and
+share <= 1. In `jspec.core.devices.Device`, they are called `bandwidth_share` and `launch`.
 
 Rounds with int8 weights are predicted but not fitted, because the cost of an int8 product must not become the cost of a
-kernel. Each other round is also predicted by a fit to all rounds except itself, which shows whether the fit predicts
+kernel. Every other round is also predicted by a fit to all rounds except itself, to show whether the fit predicts
 anything.
 """
 
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import lsq_linear  # JAX needs scipy, too
+from scipy.optimize import lsq_linear  # JAX requires scipy, too
 
 from jspec.core.devices import DEVICES
 
 _STEP = "decoding"
-_LEAST = 4  # rounds, because two constants fit two rounds exactly
+_LEAST = 4  # the minimum number of rounds, because two constants fit two rounds exactly
 _KEYS = ("ms", "work_ms", "kernels", "predicted_ms", "device", "predicted_for")
 
 
@@ -59,7 +59,7 @@ class Fit:
 
 
 def rounds(folder: Path) -> tuple[str, list[Round]]:
-    """Return the device, and the batch-1 rounds that the decoding step in `folder` has measured.
+    """Return the device, and the batch-1 rounds that the decoding step measured in `folder`.
 
     Raises:
         ValueError: there are too few rounds without int8 weights, or the device has no predictions.
@@ -73,7 +73,7 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
     usable = sum("int8" not in row["what"] for row in rows)
     if usable < _LEAST:
         raise ValueError(
-            f"{folder} has {usable} measured rounds of the drill's {_STEP} step, and a fit needs {_LEAST};"
+            f"{folder} has {usable} measured rounds of the drill's {_STEP} step, but a fit needs {_LEAST};"
             " run `python -m bench gpu` and pass the folder it wrote."
         )
     devices = {(row["device"], row["predicted_for"]) for row in rows}
@@ -95,7 +95,7 @@ def names_of(title: str) -> tuple[str, ...]:
 
 
 def fit(measured: Sequence[Round]) -> Fit:
-    """Return the least-squares solution. A constant that would leave its range stays at the end of the range."""
+    """Return the least-squares solution. A constant that would leave its range is set to the end of the range."""
     taken = np.array([one.seconds for one in measured])
     terms = np.array([[one.work, one.kernels] for one in measured]) / taken[:, None]
     # Scale the columns to similar magnitudes: a kernel takes a millionth of a second.
@@ -117,7 +117,7 @@ def report(folder: Path) -> str:
         lines.append(f"{one.name:<32}{one.seconds * 1e3:>7.3f} ms{before:>9.3f}{after:>9.3f}{without:>9.3f}")
         worst = max(worst, abs(without - 1))
     constants = f"launch={found.launch:.3g}, bandwidth_share={found.bandwidth_share:.3g}"
-    lines.append(f"Predicted by a fit without itself, the worst round is {100 * worst:.1f} % off.")
+    lines.append(f"Predicted by a fit to all other rounds, the worst round is {100 * worst:.1f} % off.")
     lines.append(f"In jspec/core/devices.py, {title}: {constants}")
     return "\n".join(lines)
 

@@ -97,7 +97,7 @@ def _transposed_kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, block: int,
 
 
 def _scalar_kernel(x_ref: Any, weight_ref: Any, out_ref: Any, *, block: int, each: int, unroll: int) -> None:
-    """Keep a sum for every number of a tile, and add them up at the end."""
+    """Keep a sum for every number in a tile, and add up the sums at the end."""
     first, columns = pl.program_id(1) * each, jnp.arange(weight_ref.shape[1])
 
     def add(i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -68,7 +68,7 @@ def large(record: Record, rehearse: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Implementations of a function, and its arguments. `judge` makes a row of the arguments and all results."""
+    """Implementations of a function, and its arguments. `judge` makes a row from the arguments and all results."""
 
     name: str
     forms: Mapping[str, Callable]
@@ -77,7 +77,7 @@ class _Case:
 
 
 def _attention(name: str, case: tuple, dtype: Any) -> _Case:
-    """Return an attention case with spoiled slots, which no query sees."""
+    """Return an attention case with spoiled slots that no query sees."""
     _, _, heads, groups, size, *_ = case
     sizes = heads, groups, size
     forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
@@ -92,7 +92,7 @@ def _attention(name: str, case: tuple, dtype: Any) -> _Case:
 
 
 def _norm(name: str, case: tuple) -> _Case:
-    """Return a case with a block's sum, and the norm of the sum as rounded by the same implementation."""
+    """Return a case with a block's sum, and the norm of that sum as rounded by the same implementation."""
     forms = {
         "XLA": functools.partial(_project_add_norm, eps=_EPS),
         "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted()),

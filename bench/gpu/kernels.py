@@ -35,7 +35,7 @@ def attention_arguments(
 ) -> tuple[Any, ...]:
     """Return random arguments of `decode_attention`, with zeros in unfilled slots.
 
-    NumPy generates them, because on a device each new shape would be a program to compile.
+    NumPy generates the numbers, because on a device each new shape would require a compilation.
 
     Args:
         starts: the position at which the new tokens of each row start.
@@ -54,9 +54,9 @@ def attention_arguments(
 
 
 def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
-    """Return caches whose slots from the first new token on hold `key` and `value`, which no query may see.
+    """Return caches that hold `key` and `value`, which no query may see, in all slots from the first new token on.
 
-    A cache never holds NaN in its values, because the XLA implementation cannot handle that.
+    A cache's values never contain NaN, because the XLA implementation cannot handle it.
     """
     keys, values = np.array(keys), np.array(values)
     after = np.arange(values.shape[2]) >= np.asarray(positions)[:, :1]
@@ -77,7 +77,7 @@ def exact_attention(
     q = q.astype(np.float64).reshape(batch, groups, -1, size)  # the heads of a group share its cache
     seen = np.tile(visible(positions, keys.shape[3]), (1, heads // groups, 1))[:, None]
     keys, values = np.asarray(keys, np.float64), np.asarray(values, np.float64)
-    with np.errstate(invalid="ignore"):  # slots that are not seen may be NaN
+    with np.errstate(invalid="ignore"):  # unseen slots may be NaN
         scores = np.where(seen, q @ keys / np.sqrt(size), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     mixed = weights / weights.sum(-1, keepdims=True) @ values

@@ -1,7 +1,7 @@
 """The joint distribution of three tokens of a toy pair, sampled by the shipped program, against exact enumeration.
 
-Every output is counted. Chi-square compares the counts with the products of the target's probabilities, which come from
-its logits on the same device. In bfloat16 the program uses the attention kernel.
+Every output is counted. A chi-square test compares the counts with products of the target's probabilities, which are
+computed from its logits on the same device. In bfloat16 the program uses the attention kernel.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from bench.pairs import llama, random_llama
 _VOCAB, _TOKENS = 8, 3
 _PROMPT = (3, 6, 1)
 _ALPHA = 1e-6
-_ROUNDED = 0.005  # chi-square beyond its degrees of freedom, per output: relative errors of 7 % would give as much
+_ROUNDED = 0.005  # chi-square beyond its degrees of freedom, per output: as for relative errors of 7 %
 _SHAPE = llama(vocab=_VOCAB, hidden=64, inner=96, layers=2, heads=4, groups=2, size=64)
 # Dtype, rule and K.
 _SETTINGS = ((jnp.bfloat16, "rejection", 4), (jnp.float32, "rejection", 2), (jnp.bfloat16, "block", 2))

@@ -1,7 +1,7 @@
 """Products with int8 matrices as XLA compiles them, and as candidates for a kernel (`bench.gpu.int8_kernels`).
 
-A reading runs a chain of products with several matrices, together larger than the device's cache. Between two products
-is a kernel that makes the next one wait. A chain without products is subtracted.
+A reading runs a chain of products with several matrices, which together exceed the device's cache. Between two
+products, a kernel makes the next product wait. The time of a chain without products is subtracted.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ from bench.timing import in_turns, spread
 
 _THREADS = 12
 _LOOPS = 10
-_ERROR = 5e-3  # of a bfloat16 product, relative to float64
+_ERROR = 5e-3  # the error of a bfloat16 product relative to float64
 # Name -> rows, contracted size, result size, and matrices. The first ones are those of Llama-3.2-1B's draft steps.
 _CASES = {
     "1B gate and up, 2 rows": (2, 2048, 16384, 6),
@@ -103,7 +103,7 @@ def _checked(
     weights: Mapping[str, list[Array]],
     exact: np.ndarray,
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """Return a call of every product's chain, and the product's error. Record those that fail or are wrong."""
+    """Return a call of every product's chain, and the product's error. Record products that fail or are wrong."""
     calls, errors = {}, {}
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         pending = []
@@ -117,7 +117,7 @@ def _checked(
                 found = np.asarray(alone.result()(x, weights[name][0]), np.float64)
                 errors[name] = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
                 if name != _NOTHING and not errors[name] < _ERROR:
-                    raise ValueError(f"It is off by {errors[name]:.2g}.")
+                    raise ValueError(f"The result is off by {errors[name]:.2g}.")
                 calls[name] = functools.partial(chain.result(), x, weights[name])
     return calls, errors
 

@@ -67,7 +67,7 @@ def figures(
 ) -> dict[str, Any]:
     """Summarise a trace of `rounds` rounds, given the `kernels` of one round, which takes `seconds` untraced.
 
-    Launches that are not instructions of a round, such as the prefill's and copies to the host, are left out.
+    Launches that are not instructions of a round, such as the prefill and copies to the host, are excluded.
     """
     by_op = {_plain(kernel.name): kernel for kernel in kernels}
     inside = [(by_op[_plain(launch.op)], launch) for launch in found if _plain(launch.op) in by_op]

@@ -1,8 +1,8 @@
 """The drill's decoding programs: compiled in parallel, timed in turns, and reported with their predictions.
 
 The seconds per round are the time difference of two calls of one program, divided by the difference of their rounds.
-The limit on new tokens is an argument of the program. Prefill, dispatch and the copy of the result are in both calls
-and cancel.
+The limit on new tokens is an argument of the program. Both calls include the prefill, the dispatch and the copy of the
+result, which cancel out.
 """
 
 import concurrent.futures
@@ -126,7 +126,7 @@ class Decoder(Protocol):
         ...
 
     def rounds(self, limit: int) -> int:
-        """Return how many target passes that takes. The number is the same for every call."""
+        """Return the number of target passes that this takes. The number is the same for every call."""
         ...
 
 

@@ -59,7 +59,7 @@ class Record:
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Replace `file` with `facts` as JSON, atomically: a reader sees the old or the new content, even after a kill."""
+    """Atomically replace `file` with `facts` as JSON: a reader sees the old or the new content, even after a kill."""
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(plain(facts), indent=1, default=_number) + "\n", encoding="utf-8")
     os.replace(partial, file)

@@ -1,9 +1,10 @@
 """transformers on the same shapes and device, in turns with jspec: plain with a static cache, compiled, and assisted.
 
-Its models have the same configurations and random weights generated on the device, because speed does not depend on the
-weights. Acceptance does depend on them and cannot be set in transformers. Both sides are therefore compared by the cost
-of a round, with the same K. The target's passes are counted, and tokens per second are computed from one acceptance
-rate. jspec samples at temperature 1 with a fixed acceptance rate. transformers decodes greedily, which costs it less.
+The transformers models have the same configurations, and random weights generated on the device, because speed does not
+depend on the weights. Acceptance does depend on them and cannot be set in transformers. Both libraries are therefore
+compared by the cost of a round, with the same K. The target's passes are counted, and tokens per second are computed
+from one acceptance rate. jspec samples at temperature 1 with a fixed acceptance rate. transformers decodes greedily, at
+a lower cost.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from bench.timing import ratio, spread
 from convert.config import LlamaConfig
 from jspec import theory
 
-_K = 2  # the fastest K for a 1B draft and a 3B target, on either side
+_K = 2  # the fastest K for a 1B draft and a 3B target, in both libraries
 _COMPILE_SECONDS = 120.0  # torch.compile may take a minute or two; without it, the uncompiled results remain
 _OURS, _OURS_DRAFTED = "jspec 3B plain", f"jspec 3B, 1B drafts K={_K}"
 _UNCOMPILED, _COMPILED = "transformers 3B plain, static cache", "transformers 3B plain, static cache, compiled"
@@ -100,7 +101,7 @@ def _compiled(record: Record, size: Sizes, generator: Generator, ours: Mapping[s
     """Time the torch-compiled model. The result is valid only if torch compiled nothing during the timing."""
     import torch._dynamo.utils
 
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently continue uncompiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # raise an error instead of silently running uncompiled
     counts = torch._dynamo.utils.counters["stats"]
     begin = time.monotonic()
     with _within(_COMPILE_SECONDS):

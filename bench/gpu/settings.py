@@ -35,7 +35,7 @@ _BY_RANK = (0.62, 0.12, 0.06)
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Run the sets of measurements in order. The set with the largest program comes last."""
+    """Run the sets of measurements in order. The set with the largest program runs last."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
     target, draft = random_model(size.target, size.dtype, 0), random_model(size.draft, size.dtype, 1)
@@ -116,7 +116,7 @@ def _tree(target: Any, draft: Any, size: Sizes) -> Case:
 
 
 def eagle_head(target: Any, size: Sizes) -> Any:
-    """Return a random EAGLE-3 head for `target`, in the models' dtype, with its own reduced vocabulary."""
+    """Return a random EAGLE-3 head for `target`, in the target's dtype, with a reduced vocabulary."""
     head = new_head(target, np.arange(size.draft_vocab), 0)
     return jax.tree.map(
         lambda leaf: leaf.astype(size.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, head

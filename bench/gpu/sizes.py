@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from bench.pairs import SHAPES, llama
 from convert.config import LlamaConfig
 
-ACCEPTANCE = 0.8  # of every drafted token, whatever it is (`bench.synthetic`)
+ACCEPTANCE = 0.8  # the acceptance rate of every draft token, whatever the token is (`bench.synthetic`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Sizes:
         width: the number of tokens in a prompt.
         new_tokens: the maximum number of new tokens, which fixes the cache size.
         lengths: the new tokens of the two calls whose difference is timed.
-        few: the same for slow decoders, with `few_repeats` readings.
+        few: the same as `lengths` for slow decoders, with `few_repeats` readings.
         repeats: the number of readings for `lengths`.
-        batches: the batch sizes besides 1.
+        batches: the batch sizes other than 1.
         contexts: the numbers of tokens in the cache before a pass.
         draft_vocab: the number of tokens that an EAGLE head can draft.
         trained: the rows of a training batch, their length, and the number of steps that a head is unrolled.

@@ -1,4 +1,4 @@
-"""A drill step in a process of its own: ``python -m bench.gpu.step MODULE FILE [--rehearse]``."""
+"""A drill step in its own process: ``python -m bench.gpu.step MODULE FILE [--rehearse]``."""
 
 import argparse
 import ctypes

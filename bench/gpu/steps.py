@@ -12,9 +12,9 @@ class Step:
     Attributes:
         name: the name of the step and of its file.
         module: a module with a function ``run(record: Record, rehearse: bool) -> None``.
-        share: seconds of a drill of 540, beside those that earlier steps left over.
+        share: the seconds in a drill of 540 seconds, in addition to those that earlier steps left over.
         environment: the environment variables of its process.
-        on_request: whether a drill runs it only if it is named; a rehearsal runs it anyway.
+        on_request: whether a drill runs the step only if it is named. A rehearsal runs it in any case.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Step:
     on_request: bool = False
 
 
-# For processes that share the device, because JAX otherwise takes three quarters of its memory at startup.
+# For processes that share the device. Otherwise, JAX allocates three quarters of its memory at startup.
 _SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 STEPS = (
     Step("device", "bench.gpu.device", 25.0),
@@ -40,7 +40,7 @@ STEPS = (
 
 
 def choose(steps: Sequence[Step], only: Sequence[str], rehearse: bool) -> list[Step]:
-    """Return the steps that a drill runs: those named in `only`, or else all, the ones `on_request` in a rehearsal."""
+    """Return the steps to run: those named in `only`, or else all, with those `on_request` only in a rehearsal."""
     if only:
         return [step for step in steps if step.name in only]
     return [step for step in steps if rehearse or not step.on_request]

@@ -12,7 +12,7 @@ from bench.gpu.sizes import sizes
 from bench.pairs import random_llama
 from bench.subject import Request, held_out, ragged
 
-_TIE = 1e-4  # two devices' float32 leads differ by this much
+_TIE = 1e-4  # the difference between two devices' float32 leads
 _GREEDY = jspec.SamplingParams(temperature=0.0)
 
 
@@ -21,12 +21,12 @@ def check(record: Record, rehearse: bool) -> None:
     batch, length = (2, 16) if rehearse else (8, 200)
     target, draft, tokenizer = jspec.demo_pair(jnp.float32)
     tokens = held_out(tokenizer, batch)["inside a module"]
-    if rehearse:  # with models that compile in a third of the time
+    if rehearse:  # these models compile in a third of the time
         shape = sizes(rehearse).target
         target, draft = (random_llama(shape, jnp.float32, seed) for seed in (0, 1))
         tokens = tokens % shape.vocab_size
     request = ragged(tokens)
-    with jax.default_matmul_precision("highest"):  # TF32 rounding would exceed the lead of many tokens
+    with jax.default_matmul_precision("highest"):  # rounding to TF32 would exceed the lead of many tokens
         plain = _plain(target, request, length, _GREEDY)
         _compare(
             record, "speculative = plain", _speculative(target, draft, request, length, _GREEDY), plain, target, request

@@ -1,4 +1,4 @@
-"""Decoding without the kernels in `jspec.models.kernels`, to show their gain and to have results even if they fail.
+"""Decoding without the kernels in `jspec.models.kernels`, to show their gain and to get results even if they fail.
 
 The step runs with ``JSPEC_KERNELS=0``. Its rows have the same names as those of the step `decoding`.
 """

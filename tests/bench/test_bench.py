@@ -127,7 +127,7 @@ def test_overlapping_time_counts_once():
     found = [trace.Event("draft", 0, 4), trace.Event("draft", 2, 6), trace.Event("verify", 8, 10)]
     rows = {row["phase"]: row for row in trace.summary(found, rounds=2)}
     assert rows["draft"]["share, %"] == 60 and rows["idle"]["share, %"] == 20
-    assert rows["draft"]["us a round"] == 3 / 1e3 and rows["draft"]["instructions a round"] == 1
+    assert rows["draft"]["us per round"] == 3 / 1e3 and rows["draft"]["instructions per round"] == 1
 
 
 def test_calls_take_turns_and_warm_up_is_not_counted():
@@ -164,7 +164,7 @@ def test_the_prediction_counts_no_draft_that_was_not_judged():
     row = latency._drafting(made([[(2, "b"), (1, "-")]], k=2), 4, {"draft": 0.25, "3 rows": 1.5})
     assert row == {
         "K": 2,
-        "tokens a round": 2.0,
+        "tokens per round": 2.0,
         "acceptance": 1.0,
         "cost ratio": 0.25,
         "predicted": 3 / (0.5 + 1),
@@ -176,8 +176,8 @@ def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
     cost = {"target": 4.0, "verify": 5.0, "draft": 1.0, "draft 2 rows": 1.5, "plain": 4.5, "round": 9.0}
     rows = gap.steps(3, 0.5, cost, np.array([5, 10]), 15, 0.7)
     assert rows[0]["speed-up"] == pytest.approx(theory.speedup(0.5, 3, 0.25))
-    assert [row["ms a round"] for row in rows[1:5]] == [7e3, 8e3, 8.5e3, 9e3]
-    assert [row["tokens a round"] for row in rows[1:]] == [2.0] * 5 + [1.5] * 2
+    assert [row["ms per round"] for row in rows[1:5]] == [7e3, 8e3, 8.5e3, 9e3]
+    assert [row["tokens per round"] for row in rows[1:]] == [2.0] * 5 + [1.5] * 2
     assert rows[-2]["speed-up"] == 1.5 * 4.5 / 9 and rows[-1]["speed-up"] == 0.7
 
 
@@ -302,7 +302,10 @@ def test_phases_follow_one_another_in_one_bar():
 
 
 def test_signals_are_points_of_their_phase():
-    rows = [{"phase": p, "s into it": s, "s after the signal": 0.1} for p, s in (("load", 1), ("tune", 2), ("load", 3))]
+    rows = [
+        {"phase": p, "s into the phase": s, "s after the signal": 0.1}
+        for p, s in (("load", 1), ("tune", 2), ("load", 3))
+    ]
     figure = Figure()
     plots.interrupts(figure, rows)
     assert {line.get_label(): line.get_xdata().tolist() for line in figure.axes[0].lines} == {

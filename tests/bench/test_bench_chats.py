@@ -173,7 +173,7 @@ def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in chats.KINDS for batch in (1, 2)}
     for (_, batch, program), row in rows.items():
         assert row["tokens/s"] > 0 and row["same texts"] == f"{batch} of {batch}"
-        assert (row["tokens a round"] != "") == (program in ("lookup", "recycling, 8 nodes"))
+        assert (row["tokens per round"] != "") == (program in ("lookup", "recycling, 8 nodes"))
     assert rows["code", 1, "plain"]["x plain"] == 1
     if importlib.util.find_spec("torch"):
         assert rows["chat", 1, "lookup"]["x transformers lookup"] > 0
@@ -189,9 +189,9 @@ def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty,
     report = bench("answers", *options.split(), "--head", str(head))
     rows = {row["program"]: row for row in report["rows"]}
     assert {"head", "head, tree", "lookup"} <= set(rows) and "transformers plain" not in rows
-    assert all(row["tokens a round"] >= 1 for name, row in rows.items() if name != "plain")
+    assert all(row["tokens per round"] >= 1 for name, row in rows.items() if name != "plain")
     done = CliRunner().invoke(app, ["answers", "--target", str(chatty), "--tree", "0"])
-    assert done.exit_code == 2 and "give --head" in done.output
+    assert done.exit_code == 2 and "pass --head" in done.output
 
 
 def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):

@@ -100,7 +100,10 @@ def test_a_step_is_a_pass_of_what_drafts(pair):
         (b"a\n\nb", "line 2 is empty"),
         (b"a\n \nb", "line 2 is empty"),
         (b"a\nb\nc\xff", "line 3 is not UTF-8 (byte 1)"),
-        (b"a\n" + b"x" * 200, "line 2 has 200 tokens, and the models have positions for 112 besides the new ones"),
+        (
+            b"a\n" + b"x" * 200,
+            "line 2 has 200 tokens, but the models have positions for 112 in addition to the new tokens",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, content, sentence):
@@ -117,9 +120,9 @@ def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, co
         ("gap", {"target": None}, "--target and --draft go together"),
         ("gap", {"target": "no-such-folder"}, "no-such-folder is neither a directory nor a file here"),
         ("gap", {"target": None, "draft": None}, "109m has random weights and no tokenizer"),
-        ("rules", {"draft": "lookup"}, "needs a draft model, and lookup has none"),
-        ("acceptance", {"draft": "exit:1"}, "needs a draft model, and exit:1 has none"),
-        ("gap", {"draft": "recycling"}, "drafts chains, and recycling drafts a tree"),
+        ("rules", {"draft": "lookup"}, "requires a draft model, but lookup is not a model"),
+        ("acceptance", {"draft": "exit:1"}, "requires a draft model, but exit:1 is not a model"),
+        ("gap", {"draft": "recycling"}, "drafts chains, but recycling drafts a tree"),
         ("gap", {"draft": "none"}, "--target and --draft go together"),
         ("gap", {"draft": "exit:x"}, "exit:x is not an exit"),
         ("gap", {"draft": "exit:9"}, "leaves out none of the target's"),

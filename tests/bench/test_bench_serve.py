@@ -35,9 +35,9 @@ def test_figures_of_answers():
     }
     traffic = serve.Traffic(["a"], 30, 0.0, [2], first=0.2, each=0.02)
     plain, drafted = serve._rows("2 at once", found, traffic, 0.25)
-    assert (plain["tokens/s"], plain["good a second"], plain["theory"], plain["tokens a round"]) == (20, 0, 1, 1)
-    assert drafted["tokens/s"] == 45 and drafted["x plain"] == 2.25 and drafted["good a second"] == 1
-    assert drafted["acceptance"] == pytest.approx(1 / 3) and drafted["tokens a round"] == 3
+    assert (plain["tokens/s"], plain["good per second"], plain["theory"], plain["tokens per round"]) == (20, 0, 1, 1)
+    assert drafted["tokens/s"] == 45 and drafted["x plain"] == 2.25 and drafted["good per second"] == 1
+    assert drafted["acceptance"] == pytest.approx(1 / 3) and drafted["tokens per round"] == 3
     assert drafted["theory"] == pytest.approx((1 + 1 / 3 + 1 / 9) / 1.5)
     assert (drafted["TTFT p50, ms"], drafted["TPOT p99, ms"]) == pytest.approx((100, 20))
     assert (
@@ -63,12 +63,12 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
     assert [row["load"] for row in rows][::2][:2] == ["1 at once", "3 at once"]
     plain, drafted = rows[::2], rows[1::2]
     assert all(
-        row["tokens a round"] == row["x plain"] == row["theory"] == 1 and row["acceptance"] == "" for row in plain
+        row["tokens per round"] == row["x plain"] == row["theory"] == 1 and row["acceptance"] == "" for row in plain
     )
-    assert all(1 < row["tokens a round"] <= 3 and 0 < row["acceptance"] < 1 for row in drafted)
+    assert all(1 < row["tokens per round"] <= 3 and 0 < row["acceptance"] < 1 for row in drafted)
     for row in rows:
         assert 0 < row["TTFT p50, ms"] <= row["TTFT p99, ms"] and 0 <= row["TPOT p50, ms"] <= row["TPOT p99, ms"]
-        assert row["good a second"] > 0
+        assert row["good per second"] > 0
     # The same seeds give the same outputs, so every load does the same work with the same acceptance.
     assert drafted[0]["acceptance"] == pytest.approx(drafted[1]["acceptance"], abs=0.2)
     advised = min(row["acceptance"] for row in drafted) < 0.5
@@ -78,6 +78,6 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
 def test_mistakes_are_one_sentence(pair, tmp_path):
     target, _, prompts = pair
     code, out = bench("--target", target)
-    assert code == 2 and "--target needs --prompts, a file" in out
+    assert code == 2 and "--target requires --prompts, a file" in out
     code, out = bench("--target", tmp_path / "nothing", "--prompts", prompts)
     assert code == 1 and out.startswith("jspec serve has ended: ") and "nothing" in out

@@ -137,8 +137,8 @@ def test_the_fastest_are_named():
         for name, alone, expected in (("chain of 4", 1.25, 1.5), ("best of 8", 1.1, 1.3), ("dynamic of 8", 1.2, ""))
     ]
     first, second = trees.fastest([trees._row("r", "2 children", 0.5), *rows])
-    assert "chain r, chain of 4, 2.00 tokens a round, 1.25 x plain, predicted 1.50" in first
-    assert first.endswith("tree r, dynamic of 8, 2.00 tokens a round, 1.20 x plain.") and "chain of 4" in second
+    assert "chain r, chain of 4, 2.00 tokens per round, 1.25 x plain, predicted 1.50" in first
+    assert first.endswith("tree r, dynamic of 8, 2.00 tokens per round, 1.20 x plain.") and "chain of 4" in second
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
     assert file.name.startswith("trees-two-recycling-chats-b1-t0") and "4 prompts" in report["title"]
     assert [row["tree"] for row in report["rows"]] == ["1 children", "rejection, tree of 2", "rejection, tree of 8"]
     for row in report["rows"][1:]:
-        assert 1 <= row["tokens a round"] <= 9 and row["predicted x"] > 0 and row["rounds alone"] != 0
+        assert 1 <= row["tokens per round"] <= 9 and row["predicted x"] > 0 and row["rounds alone"] != 0
 
 
 def laws(count, size, seed=0):
@@ -220,12 +220,12 @@ def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
     assert list(rows) == [
         "accepted, of 1",
         "accepted, of 4",
-        "us a law, 2 x 5",
-        "tokens/s, 1 a level",
-        "tokens/s, 4 a level",
+        "us per distribution, 2 x 5",
+        "tokens/s, 1 per level",
+        "tokens/s, 4 per level",
     ]
     assert 0 <= rows["accepted, of 1"]["two steps"] <= rows["accepted, of 4"]["two steps"] <= 1
-    assert rows["us a law, 2 x 5"]["pass"] > 0
+    assert rows["us per distribution, 2 x 5"]["pass"] > 0
     assert report["notes"][-1].endswith("jspec draws in two steps.")
     figure = Figure()
     plots.noise(figure, report["rows"])
@@ -238,6 +238,6 @@ def test_speeds_count_acceptance_noise_and_the_pass():
     rows = {row["what"]: row for row in noise.table(7, rates, taken)}
     assert rows["accepted, of 2"]["full - two steps"] == 0.25
     assert rows["accepted, of 2"]["standard error"] == pytest.approx(0.25)
-    one = rows["tokens/s, 1 a level"]
+    one = rows["tokens/s, 1 per level"]
     assert one["two steps"] == pytest.approx(theory.expected_tokens(0.5, 4) / 5 / 2 * 1e6)
     assert one["of 32 bits"] == pytest.approx(theory.expected_tokens(0.75, 4) / 5 / 3 * 1e6)

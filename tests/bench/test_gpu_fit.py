@@ -67,7 +67,7 @@ def test_a_fit_says_what_to_write(tmp_path, capsys):
     assert fit.main([str(tmp_path)]) is None
     out = capsys.readouterr().out.splitlines()
     assert out[-1] == "In jspec/core/devices.py, NVIDIA H100 80GB HBM3: launch=1.5e-06, bandwidth_share=0.8"
-    assert out[-2] == "Predicted by a fit without itself, the worst round is 0.0 % off."
+    assert out[-2] == "Predicted by a fit to all other rounds, the worst round is 0.0 % off."
     assert out[1].split() == ["plain", "2.881", "ms", "0.882", "1.000", "1.000"]
 
 
@@ -81,7 +81,7 @@ def test_int8_is_held_out_and_too_few_rounds_are_refused(tmp_path, monkeypatch):
     for name in ("K=1", "K=2"):
         monkeypatch.delitem(LOADS, name)
     write(tmp_path, lambda work, kernels: work)
-    with pytest.raises(ValueError, match="3 measured rounds of the drill's decoding step, and a fit needs 4"):
+    with pytest.raises(ValueError, match="3 measured rounds of the drill's decoding step, but a fit needs 4"):
         fit.report(tmp_path)
 
 
