@@ -110,8 +110,8 @@ def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
         rows,
         plots.bars("program", "time"),
         notes=[
-            f"{repeats} calls of each in turns. time: median of ours over theirs; from and to: its quartiles; p: of"
-            f" Wilcoxon's signed-rank test. slower: p < 0.05 and by more than {NOTABLE:.0%}."
+            f"{repeats} calls each, in turns. time: the median of this checkout's time over the other's; from and to: its"
+            f" quartiles; p: from Wilcoxon's signed-rank test. slower: p < 0.05, and by more than {NOTABLE:.0%}."
         ],
     )
 

@@ -111,7 +111,7 @@ def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> No
         notes=[
             "Texts are compared up to their end, or to a near tie: a token whose two largest logits are at most"
             f" {CLOSE:g} apart in transformers, so that rounding may decide it. identical: the share of texts that"
-            " are the same up to there; to the end: the number of texts that are the same as a whole.",
+            " are identical up to there; to the end: the number of texts that are identical as a whole.",
             f"Near ties: {'; '.join(ties) or 'none'}.",
             f"Texts that differ elsewhere: {'; '.join(parted) or 'none'}.",
         ],

@@ -133,10 +133,11 @@ def run(
         plots.answers,
         notes=[
             f"Medians of {repeats} calls in turns, prompts included, answers up to their EOS. x: speed over that of"
-            " another program; from and to: quartiles of x plain. same texts: those that plain decoding by jspec"
-            " also gives; sampled texts need not be the same.",
-            f"Both lookups draft at most {k} tokens; the one in transformers takes one row, and llama.cpp is measured"
-            f" with one. Before a head, which drafts while it is confident, lookup matches 3 or 2 tokens.{missing}",
+            " another program; from and to: quartiles of x plain. same texts: the number of texts that equal those of"
+            " jspec's plain decoding; sampled texts may differ.",
+            f"Prompt lookup drafts at most {k} tokens. In transformers, it supports only one row, and llama.cpp is"
+            " measured with one row. If a head follows, which drafts while it is confident, prompt lookup matches"
+            f" 3 or 2 tokens.{missing}",
         ],
         folder=subject.folder,
     )

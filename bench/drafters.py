@@ -149,11 +149,11 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
         rows,
         plots.drafters,
         notes=[
-            "cost ratio: time per draft token of a round without verification and prompt, over one pass of the"
-            " target. acceptance: of verified draft tokens, with a round without a draft as a rejection. predicted:"
-            " theorem 3.8 of Leviathan et al. 2023 for that acceptance and cost, with the time to verify K + 1 rows;"
-            " for rounds alone.",
-            f"verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one.",
+            "cost ratio: a round's time per draft token, without verification and prefill, over the time of a target"
+            " pass. acceptance: the share of verified draft tokens, counting a round without a draft as a rejection."
+            " predicted: theorem 3.8 of Leviathan et al. 2023 for that acceptance and cost, with the time to verify"
+            " K + 1 rows; for rounds alone.",
+            f"Verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one.",
         ],
         folder=subject.folder,
     )

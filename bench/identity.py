@@ -40,8 +40,9 @@ def run(batch: int, new_tokens: int) -> None:
         rows,
         plots.bars("decoded in", "differ alone"),
         notes=[
-            "Texts of the same prompts and keys that differ: decoded alone from in the batch, with prompts padded"
-            " to twice the width, and from plain decoding, whose text coupled reproduces."
+            "The number of texts, from the same prompts and keys, that differ if they are decoded alone instead of in"
+            " the batch, that differ if prompts are padded to twice the width, and that differ from plain decoding,"
+            " which coupled reproduces."
         ],
     )
 

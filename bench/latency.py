@@ -74,10 +74,10 @@ def run(
         notes=[
             f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
             " transformers assisted: K = 4, rows one after another.",
-            "acceptance: of the verified draft tokens, with a missing draft as a rejection. cost ratio: draft over"
-            " target, one pass of one row alone."
-            " predicted: the speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: the same with the time"
-            " to verify K + 1 rows, measured alone, in place of one row's. Lookup counts as free.",
+            "acceptance: the share of verified draft tokens, counting a missing draft as a rejection. cost ratio: draft"
+            " over target, each a pass over one row, measured alone. predicted: the speed-up by Leviathan et al. 2023,"
+            " theorem 3.8; with K + 1 rows: the same with the time to verify K + 1 rows, measured alone, instead of"
+            " one row's. Prompt lookup counts as free.",
         ],
         folder=subject.folder,
     )

@@ -53,7 +53,7 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         plots.bars("loss", "accepted"),
         notes=[
             "accepted: sum min(p, q) of the first draft token at temperature 1, on held-out modules; greedy: how often"
-            " both have the same most likely token; tokens per round: of a chain of all depths; +-: standard error"
+            " both have the same most likely token; tokens per round: for a chain of all depths; +-: standard error"
             " over seeds."
         ],
         folder=subject.folder,

@@ -83,11 +83,11 @@ def run(play: Play, children: int, nodes: list[int], depth: int, repeats: int, a
         rows,
         plots.trees,
         notes=[
-            "first token: how often a draft token for it is accepted, of all rounds. predicted: tokens per round, if"
-            " at every depth a child of a rank is accepted as often as if all draft tokens were for one token. x"
-            f" plain: medians of {repeats} calls in turns, prompts included; rounds alone: without prompts. predicted"
-            " x: like rounds alone, from the predicted tokens and straight lines through the times of chains and fans"
-            " (jspec.tuning.tune_tree).",
+            "first token: the share of rounds that accept a draft token for their first position. predicted: tokens per"
+            " round, if at every depth a child of each rank is accepted as often as if all draft tokens were for one"
+            f" position. x plain: medians of {repeats} calls in turns, prompts included; rounds alone: without prompts."
+            " predicted x: like rounds alone, computed from the predicted tokens and from straight lines through the"
+            " times of chains and fans (jspec.tuning.tune_tree).",
             *fastest(rows),
         ],
         folder=subject.folder,

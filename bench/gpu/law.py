@@ -19,7 +19,7 @@ from bench.pairs import llama, random_llama
 _VOCAB, _TOKENS = 8, 3
 _PROMPT = (3, 6, 1)
 _ALPHA = 1e-6
-_ROUNDED = 0.005  # chi-square beyond its degrees of freedom, per output: as for relative errors of 7 %
+_ROUNDED = 0.005  # chi-square beyond its degrees of freedom, per output: equivalent to relative errors of 7 %
 _SHAPE = llama(vocab=_VOCAB, hidden=64, inner=96, layers=2, heads=4, groups=2, size=64)
 # Dtype, rule and K.
 _SETTINGS = ((jnp.bfloat16, "rejection", 4), (jnp.float32, "rejection", 2), (jnp.bfloat16, "block", 2))

@@ -162,8 +162,11 @@ class Server:
             raise draining()
         if count > self.room:
             param = "n" if body.n > 1 else "prompt"
-            limit = f"the server accepts at most {self.room}; request fewer choices."
-            raise wrong(f"The request has {count} choices in total, and {limit}", param)
+            sentence = (
+                f"The request has {count} choices in total, and the server accepts at most {self.room}; "
+                "request fewer choices."
+            )
+            raise wrong(sentence, param)
         if self.open + count > self.room:
             raise busy(f"{self.open} requests are already running or waiting; try again later.")
         if self._unread + count > _UNREAD * self.room:
