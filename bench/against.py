@@ -110,7 +110,7 @@ def run(base: Path, pair: str, batches: list[int], repeats: int) -> None:
         rows,
         plots.bars("program", "time"),
         notes=[
-            f"{repeats} calls each, in turns. time: the median of this checkout's time over the other's; from and to: its"
+            f"{repeats} calls each, in turns. time: the median of this checkout's time over the other's; from and to:"
             f" quartiles; p: from Wilcoxon's signed-rank test. slower: p < 0.05, and by more than {NOTABLE:.0%}."
         ],
     )

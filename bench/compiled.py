@@ -45,7 +45,7 @@ class Kernel:
 
     @property
     def moves(self) -> bool:
-        """Whether it writes much but computes no product: a copy, a conversion, or a product that XLA decomposed."""
+        """Whether the kernel writes much without a product: a copy, a conversion, or a product that XLA decomposed."""
         return self.written >= LARGE and not self.flops
 
     def seconds(self, device: Device) -> float:

@@ -23,7 +23,7 @@ _FORGOTTEN = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "HF_")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command. `downloads` says whether it waits for the network."""
+    """One command. `downloads` is true if the command waits for the network."""
 
     name: str
     command: list[str | Path]

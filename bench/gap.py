@@ -90,8 +90,8 @@ def run(
         plots.bars("step", "speed-up"),
         notes=[
             f"Theory: Leviathan et al. 2023, theorem 3.8, with {alpha:.3f} of the verified draft tokens accepted,"
-            f" counting a missing draft as a rejection, and cost ratio {cost['draft'] / cost['target']:.3f}. A round takes"
-            f" {cost['round'] / _alone(k, cost):.3f} times as long as its passes measured alone."
+            f" counting a missing draft as a rejection, and cost ratio {cost['draft'] / cost['target']:.3f}. A round"
+            f" takes {cost['round'] / _alone(k, cost):.3f} times as long as its passes measured alone."
         ],
         folder=subject.folder,
         seconds=cost,

@@ -145,7 +145,7 @@ class Module:
         return next(one for one in self.computations[name].values() if one.root)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return a loop's trip count, if XLA gives it or a counter is compared with a constant."""
+        """Return a loop's trip count, if XLA reports it or the loop compares a counter with a constant."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
         if known:
             return int(known[1])

@@ -1,4 +1,4 @@
-"""A chosen acceptance rate for models with random weights. Every pass and draw is real, but the text is meaningless."""
+"""A fixed acceptance rate for models with random weights. Every pass and draw is real, but the text is meaningless."""
 
 import dataclasses
 from typing import ClassVar

@@ -31,7 +31,7 @@ class Stream:
             self.ended.set()
 
     def first(self) -> float:
-        """Wait for the first token and return the seconds to it."""
+        """Wait for the first token and return the seconds until its arrival."""
         while not self.times:
             time.sleep(1e-4)
         return self.times[0] - self.begun

@@ -127,7 +127,7 @@ def _tail(output: IO[bytes]) -> str:
 
 
 def _settle(file: Path, step: Step, code: int | None, output: str) -> dict[str, Any]:
-    """Return the results that `step` has written, and record how it ended if it could not do so itself."""
+    """Return the results that `step` has written. If the step could not record how it ended, record it here."""
     results: dict[str, Any] = {"module": step.module, "state": "running", "rows": []}
     if file.exists():
         results |= json.loads(file.read_text(encoding="utf-8"))

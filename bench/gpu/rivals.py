@@ -137,7 +137,7 @@ def _random(config: LlamaConfig, size: Sizes) -> Any:
 
 
 def _add_rows(record: Record, timings: Mapping[str, Timing]) -> None:
-    """Add a row with each decoder's cost and, for transformers, jspec's speed-up over it in the same turns."""
+    """Add a row with each decoder's cost and, for transformers, jspec's speed-up in the same turns."""
     for name, timing in timings.items():
         round_, drafted = spread(timing.seconds), name in (_ASSISTED, _OURS_DRAFTED)
         tokens = float(theory.expected_tokens(ACCEPTANCE, _K)) if drafted else 1.0
