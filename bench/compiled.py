@@ -63,7 +63,7 @@ class Program:
         prefill: the kernels before the first round.
         loops: the source scopes of the loops within a round, except the drafting loop.
         waits: the number of loops of unknown length in a round. Each makes a GPU wait for the host at every iteration.
-        conditionals: the number of conditionals in a round. They make a GPU wait, too.
+        conditionals: the number of conditionals in a round. Conditionals make a GPU wait, too.
         host: the number of transfers to or from the host in a round.
         arguments, temporary: sizes in bytes. The temporaries include the caches.
         on_chip: the bytes of temporaries that stay in a TPU's on-chip memory between rounds.

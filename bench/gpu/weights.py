@@ -1,7 +1,7 @@
 """Models with random weights, generated on the device array by array.
 
 XLA compiles a program for each shape in a second. One program for a whole model, as in `bench.pairs.random_llama`,
-takes a minute or two for a GPU, because each array's random numbers are a kernel of their own.
+takes a minute or two for a GPU, because each array's random numbers need a separate kernel.
 """
 
 import functools

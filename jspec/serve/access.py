@@ -13,8 +13,8 @@ from jspec.serve.hosts import Names, is_same, name_of, origin_of
 
 ANY = "*"
 _PROBED = "/health"  # health probes may use any host name
-_PAGE = "/"  # other sites may link to it
-_ADVICE = "start it with --allow-origin for them"
+_PAGE = "/"  # other sites may link to the page
+_ADVICE = "start the server with --allow-origin for these pages"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Guard:
         if self._names is not None and (foreign := [host for host in hosts if host not in self._names]):
             return Refusal(
                 403,
-                f"{foreign[0]!r} is not a name of this server; start it with --allow-host for that name, or "
+                f"{foreign[0]!r} is not a name of this server; start the server with --allow-host for that name, or "
                 "with an API key.",
                 code="unknown_host",
             )

@@ -32,7 +32,7 @@ def _texts(value: Json) -> Json:
     several = [value] if isinstance(value, str) else value
     if isinstance(several, list) and all(isinstance(one, str) and one for one in several):
         return several
-    raise PydanticCustomError("stop", "{place} must be a string or a list of strings, none of them empty")
+    raise PydanticCustomError("stop", "{place} must be a non-empty string or a list of non-empty strings")
 
 
 def _prompts(value: Json) -> Json:
@@ -46,7 +46,7 @@ def _prompts(value: Json) -> Json:
             return [value]
     raise PydanticCustomError(
         "prompt",
-        "{place} must be a string, a list of strings, a list of token ids or a list of such lists, none of them empty",
+        "{place} must be a string, or a non-empty list of strings, of token ids or of non-empty token-id lists",
     )
 
 
@@ -263,7 +263,7 @@ def _refusal(found: ErrorDetails) -> Refusal:
     if kind == "extra_forbidden":
         return wrong(f"{place} is not a field that this server supports; omit this field.", place, "unknown_field")
     if place.endswith(".type") and place.startswith("messages"):
-        return wrong(f"{place} is {given}, and only parts of type 'text' are supported.", place, "unsupported")
+        return wrong(f"{place} is {given}, but only parts of type 'text' are supported.", place, "unsupported")
     if kind in ("prompt", "stop"):
         return wrong(f"{message.replace('{place}', place)}; got {given}.", place)
     if not place or kind == "response_format":  # an error about several fields

@@ -238,7 +238,7 @@ def _chat(line: str, tokenizer: Tokenizer, room: int, place: str) -> list[Row]:
     if not turns and roles[-1:] != ["user"]:
         raise ValueError(
             f"{place} has no assistant message, and does not end with a user message for the target to answer; "
-            "there is nothing to learn from it."
+            "remove this chat."
         )
     if roles[0] == "assistant":
         raise ValueError(f"{place} begins with an assistant message; begin with the user message that it answers.")
@@ -273,7 +273,7 @@ def _chat(line: str, tokenizer: Tokenizer, room: int, place: str) -> list[Row]:
         ends = np.flatnonzero(tokens[start:end] == tokenizer.eos_token_id)
         learned[start : start + int(ends[-1]) + 1 if ends.size else end] = True
     if not learned.any():
-        raise ValueError(f"{place} has no assistant tokens; there is nothing to learn from it.")
+        raise ValueError(f"{place} has no assistant tokens; remove this chat.")
     return [Row(tokens, learned), *found]
 
 

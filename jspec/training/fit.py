@@ -47,7 +47,7 @@ class Schedule:
         steps: the number of optimiser steps; None for an endless run with a constant rate.
         depth: the number of draft tokens to unroll in a row; half as many in the first steps.
         loss: a key of `jspec.training.losses.LOSSES`.
-        rate: the peak learning rate for matrices (Muon). Other weights (AdamW) use half of it.
+        rate: the peak learning rate for matrices (Muon). Other weights (AdamW) use half of this rate.
         save_every: the number of steps between checkpoints, and between evaluations on held-out text.
     """
 

@@ -83,7 +83,7 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time plain decoding, chains of 1, 2, 4, ... and the most tokens, and the length that then seems best."""
+    """Time plain decoding and chains of these lengths: powers of two, the maximum, and the best according to these."""
     costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
     found = _between(costs, outs, max_draft_tokens)
     while (best := found.num_draft_tokens) not in costs:  # an interpolated length must be measured before it is chosen

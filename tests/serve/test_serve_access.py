@@ -67,12 +67,15 @@ def test_a_foreign_host_is_refused(path):
 def test_what_the_refusal_says():
     said = asked([("Host", "evil.example:8000")])[2]["message"]
     assert said == (
-        "'evil.example:8000' is not a name of this server; start it with --allow-host for that name, or "
+        "'evil.example:8000' is not a name of this server; start the server with --allow-host for that name, or "
         "with an API key."
     )
     assert asked([])[2]["message"] == "The request has no host; send a Host header."
     said = asked([("Host", "localhost"), ("Origin", "https://a.org")])[2]["message"]
-    assert said == "Pages from 'https://a.org' may not use this server; start it with --allow-origin for them."
+    assert (
+        said
+        == "Pages from 'https://a.org' may not use this server; start the server with --allow-origin for these pages."
+    )
 
 
 def test_a_request_of_two_hosts_is_foreign_if_one_is():
