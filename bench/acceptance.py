@@ -14,7 +14,7 @@ from jspec.tuning.tune_chain import acceptance_rates
 
 
 def acceptance_rate(out: jspec.Output) -> float:
-    """Return the share of verified draft tokens that was accepted, over all rows.
+    """Return the share of verified draft tokens that were accepted, over all rows.
 
     A missing draft token counts as rejected, because alpha is defined for rounds that always have K draft tokens. The
     rows must have ended only at length limits.

@@ -66,7 +66,7 @@ def expected(subject: Subject, asked: dict[str, np.ndarray], batch: int, new_tok
 
 
 def made(subject: Subject, asked: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return name -> drafter. Retrieval and unigram drafters know the questions and `CORPUS` characters of Python."""
+    """Return name -> drafter. Retrieval and unigram drafters use the questions and `CORPUS` characters of Python."""
     code = "".join(document.text for document in load_corpus()[0])[:CORPUS]
     corpus = np.concatenate([*asked.values(), subject.tokenizer(code, verbose=False)["input_ids"]])
     size, depth = subject.target.config.vocab_size, len(subject.target.layers)
@@ -82,7 +82,7 @@ def made(subject: Subject, asked: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def run(subject: Subject, count: int, batch: int, k: int, new_tokens: int) -> None:
-    """Publish one row per drafter, and list where outputs diverge and where they may."""
+    """Publish one row per drafter, and list the positions at which outputs diverge or may diverge."""
     asked = {
         f"{kind} {i}": ids
         for kind in chats.KINDS

@@ -16,8 +16,8 @@ from convert.hub_names import MODELS
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"
-# Prefixes of variables that decide where Python, pip and jspec find packages, models and compiled programs. The package
-# index is not among them.
+# Prefixes of variables that determine where Python, pip and jspec find packages, models and compiled programs. The
+# package index is not among them.
 _FORGOTTEN = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "HF_")
 
 

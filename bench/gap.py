@@ -105,7 +105,7 @@ def steps(
 
     Args:
         k: the number of draft tokens per round.
-        alpha: the share of verified draft tokens that was accepted.
+        alpha: the share of verified draft tokens that were accepted.
         cost: the seconds of the passes "target", "verify", "draft" and "draft 2 rows", of a "round", and of one step
             of "plain" decoding.
         rounds: ``int32[B]``, the number of rounds in which each row generated its `new_tokens`.

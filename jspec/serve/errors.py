@@ -59,4 +59,4 @@ def draining() -> Refusal:
 
 def failed() -> Refusal:
     """Return a `Refusal` for a request whose output cannot continue. Only the log gives the reason."""
-    return Refusal(500, "The engine failed while the request was running; send it again.", code="engine_failed")
+    return Refusal(500, "The engine failed during this request; send the request again.", code="engine_failed")

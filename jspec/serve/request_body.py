@@ -50,7 +50,7 @@ async def read(request: Request, most: int) -> bytes:
                 if len(body) > most:
                     raise _too_long(most)
     except TimeoutError:
-        raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send it again.") from None
+        raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send the request again.") from None
     return bytes(body)
 
 

@@ -87,7 +87,7 @@ def unroll(head: Eagle, target: Llama, tokens: Array, states: Array, depth: int)
 
 
 def _attend(q: Array, seen: list[tuple[Array, Array]]) -> Array:
-    """Attend to a sequence in which the later passes in `seen` are drafts: each position and those just before it.
+    """Attend to a sequence in which each position and the last few before it are drafts (later passes in `seen`).
 
     Among the first pass's keys, a position sees all positions up to its drafts. Among each later pass's keys, it sees
     only the position that belongs to its draft. The scores are therefore one matrix, plus one column per later pass.

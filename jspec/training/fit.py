@@ -124,7 +124,7 @@ def fit(
         if (number + 1) % schedule.save_every == 0 or number + 1 == schedule.steps:
             found = measure(training, state, target, held_out)
             loss = float(np.mean(jax.device_get(recent)))
-            # There may be no tokens to score, too, if each model learns only the tokens that earlier models got wrong.
+            # There may also be no tokens to score if each model learns only the tokens that earlier models got wrong.
             expected = any(row.learned[2:].any() for row in held_out.plan.rows)
             if not np.isfinite([loss, *found.loss]).all() or (expected and not found.tokens[0]):
                 raise ValueError(
