@@ -170,12 +170,8 @@ class Llama(nnx.Module):
                 before = None if past is None else (past[0].keys[i], past[0].values[i], past[0].rows, past[1])
                 norm = None if following is None else self.layers[following].input_layernorm
                 states[i] = x
-                x, normed, keys[i], values[i] = cast(
-                    tuple[Array, Array, Array, Array],
-                    _run(
-                        self.layers[i], x, normed, keys[i], values[i], slots, tables, before, branches, cache.rows, norm
-                    ),
-                )
+                context = AttentionContext(keys[i], values[i], slots, tables, before, branches, cache.rows)
+                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, context, norm)
             target_features = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = (
                 jnp.stack(target_features, axis=2)
