@@ -1,20 +1,23 @@
-# pyright: strict, reportUnknownMemberType=false
-"""The protocol of acceptance rules."""
+# pyright: strict, reportUnknownMemberType=false, reportIncompatibleVariableOverride=false
+"""The base class of acceptance rules, and the adapter around rules that do not derive from it."""
 
-from typing import ClassVar, Protocol
+import dataclasses
+from typing import ClassVar, Protocol, cast
 
 from jax import Array
 
 from jspec.core.types import Draft, Verdict
 
 
-class Rule(Protocol):
+class Rule:
     """An acceptance rule. It is hashable, because it is a static argument of the program.
+
+    A rule defines `exact`, `shares_noise` and `accept`. It need not derive from this class.
 
     Attributes:
         exact: whether the output follows the target's distribution for every draft.
         shares_noise: whether drafts are sampled with the same noise that the target uses to sample its own tokens.
-        branches: whether the rule can verify a tree. A rule without this attribute gets chains only.
+        branches: whether the rule can verify a tree. By default it gets chains only.
         independent: whether siblings must be sampled independently of each other, from one distribution. A drafter
             declares that with its attribute `replacement`. A drafter that samples in any other way is rejected.
     """
@@ -23,6 +26,11 @@ class Rule(Protocol):
     shares_noise: ClassVar[bool]
     branches: ClassVar[bool] = False
     independent: ClassVar[bool] = False
+
+    @property
+    def unwrapped(self) -> object:
+        """The object that the caller passed, if this rule is an adapter around it, and otherwise the rule."""
+        return self
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         """Verify a round's draft.
@@ -34,4 +42,51 @@ class Rule(Protocol):
             target_probs: ``float32[B, K + 1, V]``, the target's distribution at ``start``, ``start + 1``, ... For a
                 tree, the target's distribution after every node.
         """
-        ...
+        raise NotImplementedError
+
+
+class _RuleMethods(Protocol):
+    """The attributes that a rule must have."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def shares_noise(self) -> bool: ...
+
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _DuckRule(Rule):
+    """The adapter around a rule that does not derive from `Rule`."""
+
+    rule: _RuleMethods
+
+    @property
+    def unwrapped(self) -> object:
+        return self.rule
+
+    @property
+    def exact(self) -> bool:
+        return self.rule.exact
+
+    @property
+    def shares_noise(self) -> bool:
+        return self.rule.shares_noise
+
+    @property
+    def branches(self) -> bool:
+        return getattr(self.rule, "branches", False)
+
+    @property
+    def independent(self) -> bool:
+        return getattr(self.rule, "independent", False)
+
+    def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
+        return self.rule.accept(keys, start, draft, target_probs)
+
+
+def as_rule(rule: object) -> Rule:
+    """Return `rule` as a `Rule`, in an adapter unless it derives from that class."""
+    return rule if isinstance(rule, Rule) else _DuckRule(cast(_RuleMethods, rule))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Sequence
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +52,15 @@ class Branches:
         return slots + branches.read, start[:, None] + jnp.atleast_2d(branches.offsets)
 
     @staticmethod
-    def argument(branches: "Branches | None") -> dict[str, "Branches"]:
+    def argument(branches: "Branches | None") -> "BranchesArgument":
         """Return the extra arguments of a model's pass: none for a chain, which every model supports."""
         return {} if branches is None else {"branches": branches}
+
+
+class BranchesArgument(TypedDict, total=False):
+    """The argument `branches` of a model's pass, if there is one."""
+
+    branches: Branches
 
 
 def _is_whole(value: object) -> bool:

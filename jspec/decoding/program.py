@@ -1,13 +1,16 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The XLA decoding program, which runs rounds until every row is done."""
 
 import contextlib
 import functools
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
+from numpy.typing import NDArray
 
 from jspec.acceptance import Rule
 from jspec.core.row_ops import prefix_mask
@@ -21,7 +24,7 @@ from jspec.core.sampling import (
 )
 from jspec.core.sharding import on_any_mesh, vary_like
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import Output
+from jspec.core.types import Output, PyTree
 from jspec.decoding.buffers import OutputBuffers, collect, cut_to_size, empty_buffers
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
@@ -29,20 +32,23 @@ from jspec.decoding.validate_arguments import check_drafted
 from jspec.drafters.base import Drafter, is_user_defined, tree_of
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.drafters.validate_draft import CheckedDrafter
 from jspec.models.kv_cache import prefill, prefill_with_features, whole_tiles
 from jspec.models.llama import Llama
 
+_Number = Array | NDArray[np.int32]
+
 
 def run_program(
     target: Llama,
-    drafter: Any,
-    tokens: Any,
-    lengths: Any,
+    drafter: Drafter[PyTree] | None,
+    tokens: ArrayLike,
+    lengths: ArrayLike,
     keys: Array,
     sampling: SamplingParams,
-    eos_ids: Any,
-    pad_id: Any,
+    eos_ids: ArrayLike,
+    pad_id: ArrayLike,
     *,
     max_new_tokens: int,
     draft_length: DraftLength,
@@ -74,16 +80,16 @@ def run_program(
             record=record,
         )
     if is_user_defined(drafter):
-        check_drafted(drafter, out_of_vocab, target.config.vocab_size)
+        check_drafted(drafter, cast(Array, out_of_vocab), target.config.vocab_size)
     return out
 
 
 def traced(
-    sampling: SamplingParams, eos_ids: Any, pad_id: Any
-) -> tuple[LogitsTransforms, LogitsTransforms, Any, Any, Any, Any]:
+    sampling: SamplingParams, eos_ids: ArrayLike, pad_id: ArrayLike
+) -> tuple[LogitsTransforms, LogitsTransforms, _Number, _Number | None, _Number, _Number]:
     """Return the arguments that may change from call to call without recompilation."""
 
-    def int32(value: Any) -> Any:
+    def int32(value: ArrayLike) -> _Number:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
 
     transforms = target_transforms(sampling), draft_transforms(sampling)
@@ -97,7 +103,7 @@ def traced(
 @on_any_mesh
 def decode_program(
     target: Llama,
-    drafter: Drafter | None,
+    drafter: Drafter[PyTree] | None,
     tokens: Array,
     lengths: Array,
     keys: Array,
@@ -146,7 +152,7 @@ def decode_program(
 
 def start(
     target: Llama,
-    drafter: Any,
+    drafter: Drafter[PyTree] | None,
     params: RequestParams,
     tokens: Array,
     max_new_tokens: int,
@@ -159,14 +165,13 @@ def start(
     spare, size = k + 1, tree_of(drafter, k).size
     slots = whole_tiles(width + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
+        signals = NO_SIGNALS
         if features := features_of(drafter):
             cache, target_features = prefill_with_features(target, tokens, slots, features)
-            drafter_state = drafter.init(
-                tokens, slots, features=target_features, lengths=params.prompt_lengths, target=target
-            )
+            signals = PromptSignals(target_features, params.prompt_lengths, target)
         else:
             cache = prefill(target, tokens, slots)
-            drafter_state = () if drafter is None else drafter.init(tokens, slots)
+        drafter_state = () if drafter is None else drafter.init(tokens, slots, signals)
     token_counts = None
     if params.transforms.penalised:
         token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)

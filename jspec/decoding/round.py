@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +18,25 @@ from jspec.core.keys import draft_noise, positions_from, target_noise
 from jspec.core.probs import at_tokens
 from jspec.core.row_ops import prefix_mask, write_rows
 from jspec.core.sampling import add_tokens, raw_logprobs, top_logprobs
-from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, Verdict
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, PyTree, Verdict
 from jspec.decoding.recording import of_round
 from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
 from jspec.decoding.verify import TargetOutput, last_token, verify
-from jspec.drafters.base import (
-    Context,
-    Drafter,
-    TargetView,
-    as_draft,
-    is_out_of_vocab,
-    is_user_defined,
-    mask_draft,
-    tree_of,
-)
+from jspec.drafters.base import Context, Drafter, TargetView, is_user_defined, kind_of, tree_of
 from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
 from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.drafts import as_draft, is_out_of_vocab, mask_draft
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.models.kv_cache import keep
+from jspec.models.llama import Llama
 
 Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
 
 
 def decode_round(
-    target: Any,
-    drafter: Drafter[Any] | None,
+    target: Llama,
+    drafter: Drafter[PyTree] | None,
     rule: Rule,
     draft_length: DraftLength,
     params: RequestParams,
@@ -70,28 +64,31 @@ def decode_round(
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(
-                f"{type(rule).__name__} verified a tree, but its Verdict has no path; return the accepted nodes, "
-                "or set branches to False."
+                f"{type(rule.unwrapped).__name__} verified a tree, but its Verdict has no path; return the accepted "
+                "nodes, or set branches to False."
             )
         if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None and draft_length.max_draft_tokens:
-            drafter_state = drafter.commit(
-                drafter_state, draft, verdict, read.hidden, **_target_signals(target, drafter, read)
-            )
+            drafter_state = drafter.commit(drafter_state, draft, verdict, _target_signals(target, drafter, read))
         elif drafter is not None:  # the drafter only reads in this round
             block = jnp.stack([last_token(state), verdict.next_token], axis=1)
             start, count = state.lengths - 1, (~state.done).astype(jnp.int32)
-            signals = _prefill_signals(target, drafter, read)
-            drafter_state = prefill_chunk(drafter, drafter_state, block, start, count, **signals)
+            signals = PromptSignals(read.features, None, target) if features_of(drafter) else NO_SIGNALS
+            drafter_state = prefill_chunk(drafter, drafter_state, block, start, count, signals)
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
         path = along_path(draft, verdict, read.probs)
         logits = at_path(read.logits, verdict)
         top_ids, top = _top(params, state, logits, num_top)
-        extra = {"raw_logprobs": raw_logprobs(logits, path.tokens), "top_ids": top_ids, "top_logprobs": top}
-        new, ended = _output(params, state, verdict, path, extra | {"out_of_vocab": out_of_vocab})
+        extra = _Extra(
+            raw_logprobs=raw_logprobs(logits, path.tokens),
+            top_ids=top_ids,
+            top_logprobs=top,
+            out_of_vocab=out_of_vocab,
+        )
+        new, ended = _output(params, state, verdict, path, extra)
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
         state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
         return _commit(draft_length, state, new), new
@@ -107,13 +104,13 @@ def _allowed(params: RequestParams, state: DecodeState, draft: Draft, vocab_size
 
 
 def _propose(
-    target: Any,
-    drafter: Drafter[Any] | None,
+    target: Llama,
+    drafter: Drafter[PyTree] | None,
     rule: Rule,
     draft_length: DraftLength,
     params: RequestParams,
     state: DecodeState,
-) -> tuple[Draft, Array, Any]:
+) -> tuple[Draft, Array, PyTree]:
     """Return the draft (empty without a drafter), its `RoundOutput.out_of_vocab`, and the drafter's state."""
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None or not draft_length.max_draft_tokens:
@@ -141,7 +138,7 @@ def _propose(
         mended, out_of_vocab = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:
             raise ValueError(
-                f"{type(drafter).__name__} drafts tokens without distributions, which {type(rule).__name__} needs "
+                f"{kind_of(drafter)} drafts tokens without distributions, which {type(rule.unwrapped).__name__} needs "
                 'to verify them; use accept="coupled".'
             )
         if is_user_defined(drafter):  # this check reads all distributions
@@ -152,27 +149,25 @@ def _propose(
         return mended, out_of_vocab, drafter_state
 
 
-def _target_signals(target: Any, drafter: Any, read: TargetOutput) -> dict[str, Any]:
-    """Return the `commit` arguments that a drafter requests in addition to `hidden`."""
-    signals = _prefill_signals(target, drafter, read)
+def _target_signals(target: Llama, drafter: Drafter[PyTree], read: TargetOutput) -> TargetSignals:
+    """Return the target's output over the draft, as far as the drafter requests it."""
+    likeliest = None
     if count := num_likeliest_of(drafter):
-        signals["likeliest"] = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
-    return signals
-
-
-def _prefill_signals(target: Any, drafter: Any, read: TargetOutput) -> dict[str, Any]:
-    """Return the target and its features as arguments, for a drafter that reads features."""
-    return {"features": read.features, "target": target} if features_of(drafter) else {}
+        likeliest = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
+    if features_of(drafter):
+        return TargetSignals(read.hidden, read.features, likeliest, target)
+    return TargetSignals(read.hidden, likeliest=likeliest)
 
 
 def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
     """Return the noise for drafting, ``float32[B, K, C, 2, W]``: independent for each node, or the target's for all."""
     own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
-    if own is not None and params.coupled is None:
+    coupled = params.coupled
+    if own is not None and coupled is None:
         return own
     noise = target_noise(params.keys, positions, vocab_size)[:, :, None]
     noise = jnp.broadcast_to(noise, (*noise.shape[:2], tree.max_width, *noise.shape[3:]))
-    return noise if own is None else _where_rows(params.coupled, noise, own)
+    return noise if own is None or coupled is None else _where_rows(coupled, noise, own)
 
 
 def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft, target_probs: Array) -> Verdict:
@@ -181,7 +176,8 @@ def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft,
     def by(rule: Rule) -> Verdict:
         return rule.accept(params.keys, state.lengths, draft, target_probs)
 
-    if params.coupled is None:
+    coupled = params.coupled
+    if coupled is None:
         return by(rule)
 
     def own() -> Verdict:
@@ -191,9 +187,9 @@ def _by_row(rule: Rule, params: RequestParams, state: DecodeState, draft: Draft,
         verdict, other = by(rule), by(RULES["coupled"])
         if verdict.distortion is not None:
             other = dataclasses.replace(other, distortion=jnp.zeros_like(verdict.distortion))
-        return jax.tree.map(functools.partial(_where_rows, params.coupled), other, verdict)
+        return jax.tree.map(functools.partial(_where_rows, coupled), other, verdict)
 
-    return cast(Verdict, lax.cond((params.coupled & ~state.done).any(), both, own))
+    return cast(Verdict, lax.cond((coupled & ~state.done).any(), both, own))
 
 
 def _where_rows(chosen: Array, one: Array, other: Array) -> Array:
@@ -234,8 +230,17 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
     return _Stop(count, limit, to_eos, ended, no_mass & (count == num_accepted) & ~ended & ~state.done)
 
 
+class _Extra(TypedDict):
+    """The fields of a `RoundOutput` that do not depend on where rows stop."""
+
+    raw_logprobs: Array
+    top_ids: Array
+    top_logprobs: Array
+    out_of_vocab: Array
+
+
 def _output(
-    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, extra: dict[str, Any]
+    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, extra: _Extra
 ) -> tuple[RoundOutput, Array]:
     """Return the round's output, including the fields in `extra`, and which rows have ended."""
     num_accepted = verdict.num_accepted

@@ -1,12 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
 """The input and output of a round. Every leaf has B as its first axis, so that each row could be handled separately."""
 
-from typing import Any
-
 from jax import Array
 
 from jspec.core.sampling import LogitsTransforms, TokenCounts
-from jspec.core.types import Record, pytree
+from jspec.core.types import PyTree, Record, pytree
 from jspec.models.kv_cache import KVCache
 
 
@@ -34,10 +32,10 @@ class RequestParams:
     eos_ids: Array
     transforms: LogitsTransforms
     draft_transforms: LogitsTransforms
-    min_tokens: Any = None
-    top_logprobs: Any = None
-    constraints: Any = None
-    coupled: Any = None
+    min_tokens: Array | None = None
+    top_logprobs: Array | None = None
+    constraints: Array | None = None
+    coupled: Array | None = None
 
 
 @pytree
@@ -59,10 +57,10 @@ class DecodeState:
     lengths: Array
     done: Array
     cache: KVCache
-    drafter: Any
+    drafter: PyTree
     token_counts: TokenCounts | None
-    draft_length: Any
-    drafts: Any = None
+    draft_length: PyTree
+    drafts: Array | None = None
 
 
 @pytree

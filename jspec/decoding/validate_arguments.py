@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """Validation of the arguments of `generate` and `speculative_generate`, before any device work.
 
 Values are checked if they are known. Inside a caller's `jax.jit` there are no values yet, and a call must not wait for
@@ -7,32 +8,42 @@ arrays that are still being computed on a device. Only the shapes and dtypes of 
 import dataclasses
 import numbers
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import SupportsIndex, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
 
+from convert.config import LlamaConfig
 from jspec.acceptance import RULES, Rule
+from jspec.acceptance.base import as_rule
 from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values, values_if_known
-from jspec.core.types import same_but_for_padding
+from jspec.core.types import PyTree, same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
 from jspec.decoding.validate_sampling import check_sampling
+from jspec.drafters.base import Drafter, declared, kind_of
 from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
+from jspec.drafters.draft_length import as_draft_length
+from jspec.models.llama import Llama
+
+AnyArray: TypeAlias = Array | np.ndarray
 
 
 def check_arguments(
-    target: Any,
-    drafter: Any,
-    tokens: Any,
-    lengths: Any,
-    keys: Any,
-    max_new_tokens: Any,
-    num_draft_tokens: Any,
-    sampling: Any,
-    eos_ids: Any,
-    pad_id: Any,
+    target: Llama,
+    drafter: Drafter[PyTree] | None,
+    tokens: AnyArray,
+    lengths: AnyArray,
+    keys: object,
+    max_new_tokens: int,
+    num_draft_tokens: object,
+    sampling: SamplingParams,
+    eos_ids: AnyArray,
+    pad_id: object,
 ) -> None:
     """Raise ValueError or TypeError for the first invalid argument, with a one-sentence message.
 
@@ -52,9 +63,9 @@ def check_arguments(
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
-def _check_capabilities(target: Any, drafter: Any) -> None:
+def _check_capabilities(target: Llama, drafter: Drafter[PyTree] | None) -> None:
     """Raise if a drafter needs features that the target does not have, or embeddings that the target cannot read."""
-    kind, features, embeddings = type(drafter).__name__, features_of(drafter), embeddings_of(drafter)
+    kind, features, embeddings = kind_of(drafter), features_of(drafter), embeddings_of(drafter)
     if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
         wants = "reads hidden states of" if features else "has embeddings for"
         raise TypeError(
@@ -75,42 +86,44 @@ def _check_capabilities(target: Any, drafter: Any) -> None:
             )
 
 
-def check_drafted(drafter: Any, out_of_vocab: Any, vocab_size: int) -> None:
+def check_drafted(drafter: object, out_of_vocab: Array, vocab_size: int) -> None:
     """Raise ValueError if ``out_of_vocab[B]`` is true for a row, because its drafts had ids outside the vocabulary."""
     rows = values(out_of_vocab)
     if rows is not None and rows.any():
         raise ValueError(
-            f"{type(drafter).__name__} drafted ids outside the vocabulary of {vocab_size} tokens in row "
+            f"{kind_of(drafter)} drafted ids outside the vocabulary of {vocab_size} tokens in row "
             f"{np.argmax(rows)}; draft the target's ids, or give a distribution of zeros for no draft."
         )
 
 
-def as_array(name: str, value: Any, remedy: str = "pad them on the right to one length") -> Any:
+def as_array(name: str, value: object, remedy: str = "pad them on the right to one length") -> AnyArray:
     """Return an array unchanged. Convert a list to a NumPy array, or to a JAX array if it holds traced values."""
     if isinstance(value, np.ndarray | jax.Array):
-        return value
+        return cast(AnyArray, value)
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:
-        return jnp.asarray(value)
+        return jnp.asarray(cast(ArrayLike, value))
     except ValueError:
         raise ValueError(f"{name} has rows of different lengths; {remedy}.") from None
 
 
-def as_arrays(tokens: Any, lengths: Any, eos_ids: Any, sampling: Any) -> tuple[Any, Any, Any, Any]:
+def as_arrays(
+    tokens: object, lengths: object, eos_ids: object, sampling: SamplingParams
+) -> tuple[AnyArray, AnyArray, AnyArray, SamplingParams]:
     """Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
-    eos_ids = as_array("eos_ids", eos_ids, "pad the shorter ones with -1")
-    if eos_ids.ndim == 0 and jnp.issubdtype(eos_ids.dtype, jnp.integer):
-        eos_ids = eos_ids[None]
+    ends = as_array("eos_ids", eos_ids, "pad the shorter ones with -1")
+    if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
+        ends = ends[None]
     if isinstance(sampling, SamplingParams):
-        fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
-        lists = {name: value for name, value in fields.items() if isinstance(value, list | tuple)}
+        fields = ((field.name, cast(object, getattr(sampling, field.name))) for field in dataclasses.fields(sampling))
+        lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
-        sampling = dataclasses.replace(sampling, **arrays)
-    return as_array("tokens", tokens), as_array("lengths", lengths), eos_ids, sampling
+        sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
+    return as_array("tokens", tokens), as_array("lengths", lengths), ends, sampling
 
 
-def check_rule(accept: Any) -> Rule:
+def check_rule(accept: object) -> Rule:
     """Return the acceptance rule that `accept` is or names.
 
     Raises:
@@ -137,10 +150,10 @@ def check_rule(accept: Any) -> Rule:
             "set each to True or False, as described in jspec.rules.Rule."
         )
     _check_hashable("accept", accept)
-    return accept
+    return as_rule(accept)
 
 
-def _check_hashable(name: str, value: Any) -> None:
+def _check_hashable(name: str, value: object) -> None:
     try:
         hash(value)
     except TypeError:
@@ -150,10 +163,10 @@ def _check_hashable(name: str, value: Any) -> None:
         ) from None
 
 
-def check_whole(name: str, value: Any, or_else: str = "") -> None:
+def check_whole(name: str, value: object, or_else: str = "") -> None:
     """Raise ValueError unless `value` is an integer of at least 1. `or_else` names alternatives for the message."""
     try:
-        if not isinstance(value, bool) and operator.index(value) >= 1:
+        if not isinstance(value, bool) and operator.index(cast(SupportsIndex, value)) >= 1:
             return
     except TypeError:
         pass  # not an integer: the same message applies
@@ -162,7 +175,7 @@ def check_whole(name: str, value: Any, or_else: str = "") -> None:
     )
 
 
-def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
+def _check_draft_length(num_draft_tokens: object, drafter: Drafter[PyTree] | None) -> None:
     if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "budget"):
         if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
             check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
@@ -177,23 +190,23 @@ def _check_draft_length(num_draft_tokens: Any, drafter: Any) -> None:
         raise TypeError(
             f"num_draft_tokens is of type {kind}, which lacks {', '.join(missing)}; see jspec.drafters.draft_length."
         )
-    check_whole(f"{kind}.max_draft_tokens", num_draft_tokens.max_draft_tokens)
+    length = as_draft_length(num_draft_tokens)
+    check_whole(f"{kind}.max_draft_tokens", length.max_draft_tokens)
     _check_hashable("num_draft_tokens", num_draft_tokens)
     if embeddings_of(drafter) is not None:  # tokens after the longest row's draft are not read
         raise ValueError(
-            f"{type(drafter).__name__} has embeddings, which need drafts of one length; use a number instead of "
+            f"{kind_of(drafter)} has embeddings, which need drafts of one length; use a number instead of "
             f"{kind}, or a tree."
         )
-    asks = num_draft_tokens.needs_confidence or hasattr(num_draft_tokens, "should_draft")
-    if asks and not has_confidence(drafter):
+    if (length.needs_confidence or length.may_skip) and not has_confidence(drafter):
         raise ValueError(
-            f"{kind} needs the draft's confidence in each token, which {type(drafter).__name__} does not provide; "
+            f"{kind} needs the draft's confidence in each token, which {kind_of(drafter)} does not provide; "
             "use it with a model or another jspec.drafters.AutoregressiveDrafter, or use "
-            f"num_draft_tokens=jspec.UpTo({num_draft_tokens.max_draft_tokens})."
+            f"num_draft_tokens=jspec.UpTo({length.max_draft_tokens})."
         )
 
 
-def check_target(target: Any) -> None:
+def check_target(target: object) -> None:
     """Raise TypeError unless `target` has the attributes that decoding needs."""
     missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
     if missing:
@@ -203,19 +216,20 @@ def check_target(target: Any) -> None:
         )
 
 
-def _check_drafter(drafter: Any, vocab_size: int) -> None:
-    missing = [name for name in ("init", "propose", "commit", "vocab_size") if not hasattr(drafter, name)]
+def _check_drafter(drafter: Drafter[PyTree] | None, vocab_size: int) -> None:
+    passed = drafter.unwrapped if isinstance(drafter, Drafter) else drafter
+    missing = [name for name in ("init", "propose", "commit", "vocab_size") if not _defines(passed, name)]
     if missing:
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, which lacks {', '.join(missing)}; pass a jspec.Llama or "
+            f"draft is of type {kind_of(drafter)}, which lacks {', '.join(missing)}; pass a jspec.Llama or "
             "a drafter (see jspec.drafters.base)."
         )
-    if jax.tree_util.all_leaves([drafter]):
+    if jax.tree_util.all_leaves([passed]):
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, which is not a pytree; decorate the class with "
+            f"draft is of type {kind_of(drafter)}, which is not a pytree; decorate the class with "
             "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True)."
         )
-    size = drafter.vocab_size
+    size = None if drafter is None else drafter.vocab_size
     if size is not None and not same_but_for_padding(size, vocab_size):
         raise ValueError(
             f"The draft's vocabulary has {size} tokens and the target's {vocab_size}; "
@@ -223,7 +237,12 @@ def _check_drafter(drafter: Any, vocab_size: int) -> None:
         )
 
 
-def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
+def _defines(drafter: object, name: str) -> bool:
+    """Return whether a drafter has an attribute, other than one that `Drafter` leaves to it."""
+    return hasattr(drafter, name) and vars(Drafter).get(name, drafter) is not getattr(type(drafter), name, None)
+
+
+def _check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> int:
     """Validate the prompts, and return the batch size."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
         raise ValueError(
@@ -246,25 +265,25 @@ def _check_prompts(tokens: Any, lengths: Any, config: Any) -> int:
             f"lengths must be integers of shape [{batch}], one for each row of tokens; "
             f"got {lengths.dtype} of shape {lengths.shape}."
         )
-    lengths, tokens = values_if_known(lengths), values_if_known(tokens)
-    if lengths is not None and (bad := np.flatnonzero((lengths < 1) | (lengths > width))).size:
+    counts, ids = values_if_known(lengths), values_if_known(tokens)
+    if counts is not None and (bad := np.flatnonzero((counts < 1) | (counts > width))).size:
         raise ValueError(
-            f"lengths[{bad[0]}] is {lengths[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
+            f"lengths[{bad[0]}] is {counts[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
             "an empty prompt needs at least a start-of-text token."
         )
-    if lengths is not None and tokens is not None:
-        inside = np.arange(width) < lengths[:, None]
-        if (bad := np.argwhere(inside & ((tokens < 0) | (tokens >= config.vocab_size)))).size:
+    if counts is not None and ids is not None:
+        inside = np.arange(width) < counts[:, None]
+        if (bad := np.argwhere(inside & ((ids < 0) | (ids >= config.vocab_size)))).size:
             row, column = bad[0]
             raise ValueError(
-                f"tokens[{row}, {column}] is {tokens[row, column]}, outside the vocabulary of "
+                f"tokens[{row}, {column}] is {ids[row, column]}, outside the vocabulary of "
                 f"{config.vocab_size} tokens; was the prompt encoded with another tokenizer?"
             )
-        check_right_padded(tokens, lengths, config)
+        check_right_padded(ids, counts, config)
     return batch
 
 
-def _check_keys(keys: Any, batch: int) -> None:
+def _check_keys(keys: object, batch: int) -> None:
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         raise TypeError(
             "keys must be typed PRNG keys, one for each row: "
@@ -284,18 +303,20 @@ def _check_keys(keys: Any, batch: int) -> None:
         )
 
 
-def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int, max_tokens: Any) -> None:
+def check_positions(
+    target: Llama, drafter: object, lengths: ArrayLike, max_new_tokens: int, max_tokens: object
+) -> None:
     """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the least possible."""
-    lengths, wanted = values_if_known(lengths), values_if_known(max_tokens)
-    known = np.ones(1, np.int64) if lengths is None else lengths.astype(np.int64)
-    wanted = np.ones(1, np.int64) if wanted is None else wanted.astype(np.int64)
+    counts, limits = values_if_known(lengths), values_if_known(max_tokens)
+    known = np.ones(1, np.int64) if counts is None else counts.astype(np.int64)
+    wanted = np.ones(1, np.int64) if limits is None else limits.astype(np.int64)
     known, wanted = np.broadcast_arrays(known, wanted)
     new = [min(limit, max_new_tokens) if limit > 0 else max_new_tokens for limit in wanted.tolist()]  # of any size
     longest, row = max((length + more, row) for row, (length, more) in enumerate(zip(known.tolist(), new, strict=True)))
-    limits = {"target": target.config.max_position_embeddings, "draft": getattr(drafter, "max_positions", None)}
-    for name, limit in limits.items():
+    positions = {"target": target.config.max_position_embeddings, "draft": declared(drafter).max_positions}
+    for name, limit in positions.items():
         if limit is not None and longest > limit:
-            prompt = "A prompt of at least 1 token" if lengths is None else f"Prompt {row} of {known[row]} tokens"
+            prompt = "A prompt of at least 1 token" if counts is None else f"Prompt {row} of {known[row]} tokens"
             limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
             raise ValueError(
                 f"{prompt} and {limited}={new[row]} need {longest} positions, but the {name} model has {limit}; "
@@ -304,7 +325,7 @@ def check_positions(target: Any, drafter: Any, lengths: Any, max_new_tokens: int
             )
 
 
-def _check_ids(eos_ids: Any, pad_id: Any, batch: int, vocab_size: int) -> None:
+def _check_ids(eos_ids: AnyArray, pad_id: object, batch: int, vocab_size: int) -> None:
     if eos_ids.ndim not in (1, 2) or (eos_ids.ndim == 2 and len(eos_ids) != batch):
         raise ValueError(
             f"eos_ids must be a sequence of token ids, such as (2,), or an array of shape [{batch}, n]; "

@@ -1,22 +1,26 @@
+# pyright: strict, reportUnknownMemberType=false
 """Validation of tree drafters, before any device work."""
 
-from typing import Any
+from typing import TypeVar
 
 from jspec.acceptance import RULES, Rule
 from jspec.core.tree import DynamicTree
 from jspec.decoding.validate_arguments import check_target
-from jspec.drafters.base import own_tree
+from jspec.drafters.base import declared, kind_of, own_tree
 from jspec.drafters.draft_length import DEFAULT
+from jspec.models.llama import Llama
+
+Number = TypeVar("Number")
 
 
-def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rule) -> Any:
+def number_of_drafts(target: Llama, drafter: object, num_draft_tokens: Number, rule: Rule) -> Number | int:
     """Return `num_draft_tokens` unchanged, or the depth of the tree for a tree drafter.
 
     Raises:
         ValueError: the rule cannot verify the tree, the tree does not fit the target, or K was passed with a tree
             drafter.
     """
-    tree, kind = own_tree(drafter), type(drafter).__name__
+    tree, kind, rule_kind = own_tree(drafter), kind_of(drafter), type(rule.unwrapped).__name__
     if tree is None:
         return num_draft_tokens
     check_target(target)
@@ -27,25 +31,24 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
         )
     if isinstance(tree, DynamicTree) and not rule.shares_noise:
         raise ValueError(
-            f"accept={type(rule).__name__} would bias the output, because the tree of a {kind} depends on the "
+            f"accept={rule_kind} would bias the output, because the tree of a {kind} depends on the "
             'tokens drawn; use accept="coupled".'
         )
-    if not (tree.is_chain or getattr(rule, "branches", False)):
+    if not (tree.is_chain or rule.branches):
         able = sorted(name for name, known in RULES.items() if known.branches)
-        raise ValueError(
-            f"accept={type(rule).__name__} verifies chains only, but {kind} drafts a tree; use one of {able}."
-        )
-    independent = getattr(drafter, "replacement", False)
-    if tree.max_children > 1 and getattr(rule, "independent", False) and not independent:
+        raise ValueError(f"accept={rule_kind} verifies chains only, but {kind} drafts a tree; use one of {able}.")
+    replacement = declared(drafter).replacement
+    independent = bool(replacement)
+    if tree.max_children > 1 and rule.independent and not independent:
         otherwise = "draws them without replacement; use replacement=True, or"
-        otherwise = otherwise if hasattr(drafter, "replacement") else "does not draw them independently; use"
+        otherwise = otherwise if replacement is not None else "does not draw them independently; use"
         raise ValueError(
-            f"accept={type(rule).__name__} needs children that were drawn independently of each other, but this "
+            f"accept={rule_kind} needs children that were drawn independently of each other, but this "
             f'{kind} {otherwise} accept="rejection".'
         )
     if independent and rule.shares_noise:
         raise ValueError(
-            f"replacement=True draws children independently, but accept={type(rule).__name__} draws all of them "
+            f"replacement=True draws children independently, but accept={rule_kind} draws all of them "
             "with the same noise, so they would be the same; use replacement=False."
         )
     vocab_size, positions = target.config.vocab_size, target.config.max_position_embeddings
@@ -62,10 +65,10 @@ def number_of_drafts(target: Any, drafter: Any, num_draft_tokens: Any, rule: Rul
     return tree.max_depth
 
 
-def check_chain(name: str, drafter: Any) -> None:
+def check_chain(name: str, drafter: object) -> None:
     """Raise TypeError if `drafter` is a tree drafter, which the caller named `name` does not support."""
     if own_tree(drafter) is not None:
         raise TypeError(
-            f"{name} supports chain drafters only, but {type(drafter).__name__} drafts a tree; pass the drafter "
+            f"{name} supports chain drafters only, but {kind_of(drafter)} drafts a tree; pass the drafter "
             "that draws the tree's tokens."
         )

@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jspec.core.types import Draft
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters.draft_length import DraftLength, compiled_lengths
 from jspec.models.kv_cache import KVCache, append
+from jspec.models.llama import Llama
 
 
 class TargetOutput(NamedTuple):
@@ -34,13 +35,21 @@ class TargetOutput(NamedTuple):
     probs: Array
 
 
+class _PassArguments(TypedDict, total=False):
+    """The arguments of a model's pass that only some models support."""
+
+    embeddings: Array
+    branches: Branches
+    past: tuple[KVCache, Array]
+
+
 def last_token(state: DecodeState) -> Array:
     """Return ``int32[B]``, each row's newest token, which the target has not read yet."""
     return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
 
 def verify(
-    target: Any,
+    target: Llama,
     draft_length: DraftLength,
     params: RequestParams,
     state: DecodeState,
@@ -59,13 +68,14 @@ def verify(
     start = state.lengths - 1
     block = jnp.concatenate([last_token(state)[:, None], draft.tokens], axis=1)
     lengths, branches = compiled_lengths(draft_length), draft.topology.branches
-    given = {} if embeddings is None else {"embeddings": embeddings}
 
-    def read(block: Array, cache: KVCache, **how: Any) -> tuple[TargetOutput, KVCache]:
+    def read(block: Array, cache: KVCache, **how: Unpack[_PassArguments]) -> tuple[TargetOutput, KVCache]:
+        if embeddings is not None:
+            how["embeddings"] = embeddings
         if features:
-            hidden, target_features, cache = target.forward_with_features(block, cache, start, features, **given, **how)
+            hidden, target_features, cache = target.forward_with_features(block, cache, start, features, **how)
         else:
-            hidden, cache = target.forward(block, cache, start, **given, **how)
+            hidden, cache = target.forward(block, cache, start, **how)
             target_features = jnp.zeros((*hidden.shape[:2], 0, hidden.shape[2]), hidden.dtype)
         logits, drafted = target.logits(hidden), draft.tokens[:, : block.shape[1] - 1]
         seen = None if branches is None else branches.visible[..., 1:]

@@ -15,6 +15,7 @@ from jspec.drafters.heads.hydra import HydraDrafter
 from jspec.drafters.heads.kangaroo import KangarooDrafter
 from jspec.drafters.heads.medusa import MedusaDrafter
 from jspec.drafters.heads.parallel_sampling import PassDrafter
+from jspec.drafters.signals import PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.early_exit import EarlyExitDrafter
 from jspec.drafters.standalone.lookahead import LookaheadDrafter
@@ -49,8 +50,10 @@ __all__ = [
     "MultiDrafter",
     "NGramDrafter",
     "PassDrafter",
+    "PromptSignals",
     "RetrievalDrafter",
     "Stateless",
+    "TargetSignals",
     "TokenRecyclingDrafter",
     "Tree",
     "TreeDrafter",

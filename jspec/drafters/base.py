@@ -1,5 +1,5 @@
 # pyright: strict, reportUnknownMemberType=false
-"""The drafter contract: three methods over pytrees.
+"""The drafter contract: a base class with three methods over pytrees, and defaults for everything optional.
 
 A drafter is any pytree with these three methods. Its `propose` pairs every token with the distribution it was drawn
 from. As long as that holds, a drafter changes only the speed of decoding and never the output distribution.
@@ -7,20 +7,22 @@ from. As long as that holds, a drafter changes only the speed of decoding and ne
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from jspec.core.probs import sample_with_noise
-from jspec.core.row_ops import prefix_mask, slice_rows
 from jspec.core.sampling import LogitsTransforms, TokenCounts
 from jspec.core.tree import DynamicTree, Tree
-from jspec.core.types import Draft, Verdict, longer_by_padding, same_but_for_padding
-from jspec.drafters.capabilities import embeddings_of
+from jspec.core.types import Draft, PyTree, Verdict
+from jspec.drafters.declared import default
 from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, attribute_taking_signals
+from jspec.models.kv_cache import KVCache
+from jspec.models.llama import Llama
 
 State = TypeVar("State")
 
@@ -38,8 +40,8 @@ class TargetView:
             sampled but not yet read.
     """
 
-    model: Any
-    cache: Any
+    model: Llama
+    cache: KVCache
     unread: int
 
 
@@ -80,69 +82,148 @@ class Context:
     unread: int = 2
     budget: Array | None = None
     draft_length: DraftLength | None = None
-    length_state: Any = None
+    length_state: PyTree = None
 
     def draw(self, k: Array | int, probs: Array) -> Array:
         """Draw draft token k, ``int32[B]``, from its distribution ``probs[B, V]``. Use each k once per round."""
         return sample_with_noise(self.noise[:, k, 0], probs)
 
 
-class Drafter(Protocol[State]):
+class Drafter(Generic[State]):
     """A source of draft tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
 
-    Optional attributes declare what else a drafter offers or requests:
+    A drafter defines `vocab_size`, `init`, `propose` and `commit`. The other attributes are optional: they declare what
+    else a drafter offers or requests, and have defaults.
 
-    `tree`, a `jspec.Tree`, makes the drafter propose this tree instead of a chain. A node's distribution may depend
-    only on the nodes before it on its branch and on its earlier siblings. If siblings are drawn independently from one
-    distribution, set `replacement` to True, because some rules require it.
-
-    `features`, a tuple of F ints, requests F of the target's hidden states. The int i requests the input of layer i;
-    the number of layers, or -1, requests the output of the last layer. `init` then also takes the prompts'
-    ``features [B, P, F, E]``, their ``lengths int32[B]`` and the model ``target``. `commit` then also takes
-    ``features [B, K + 1, F, E]``, at the same tokens as ``hidden``, and ``target``.
-
-    `num_likeliest`, an int n, makes `commit` also take ``likeliest int32[B, K + 1, n]``: the verifying model's n most
-    likely tokens after each token of ``hidden``. They are ranked by its own logits, the most likely first. If the
-    vocabulary has V < n tokens, there are V of them.
-
-    `read` lets the drafter prefill a sequence in pieces, as `jspec.engine.Engine` does
-    (`jspec.drafters.chunked_prefill.prefill_chunk`). Without it, a drafter's own `init` receives each prompt whole,
-    as soon as the prompt is complete.
-
-    `embeddings`, ``float[M, E]``, lets the drafter propose ids from V to V + M - 1 in places that it does not draft.
-    The target reads row i of `embeddings` in place of token V + i. The target's state there, after the branch so far,
-    is in ``hidden`` as for any other token.
+    A drafter need not derive from this class. One that does not, and any method without a parameter `signals`, takes
+    what it requests as separate arguments: ``init(tokens, num_slots, features, lengths, target)``,
+    ``read(state, tokens, start, count, features, target)`` and
+    ``commit(state, draft, verdict, hidden, features, target, likeliest)``, each with only those it requests.
     """
 
-    @property
-    def vocab_size(self) -> int | None:
-        """V, which must be the target's, or None for any. In a token-by-token drafter it may differ by padding."""
-        ...
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("init", "read", "commit"):
+            home = next(parent for parent in cls.__mro__ if name in vars(parent))
+            if home is cls or not issubclass(home, Drafter):
+                setattr(cls, name, attribute_taking_signals(vars(home)[name]))
 
-    @property
+    if TYPE_CHECKING:  # required, so there is no default
+
+        @default
+        def vocab_size(self) -> int | None:
+            """V, which must be the target's, or None for any. In a token-by-token drafter it may differ by padding."""
+
+    @default
     def max_positions(self) -> int | None:
         """The longest sequence that the drafter supports, or None if it has no limit."""
-        ...
+        return None
 
-    def init(self, tokens: Array, num_slots: int) -> State:
+    @default
+    def max_chain_length(self) -> float:
+        """The number of consecutive tokens that the drafter can draft."""
+        return math.inf
+
+    @default
+    def tree(self) -> Tree | DynamicTree | None:
+        """The tree that the drafter proposes instead of a chain, a `jspec.Tree`; None for a chain.
+
+        A node's distribution may depend only on the nodes before it on its branch and on its earlier siblings.
+        """
+        return None
+
+    @default
+    def replacement(self) -> bool | None:
+        """Whether siblings are drawn independently from one distribution, as some rules require.
+
+        None stands for a drafter that never draws them so, whatever its options.
+        """
+        return None
+
+    @default
+    def features(self) -> tuple[int, ...]:
+        """The indices of F of the target's hidden states that `init`, `read` and `commit` receive.
+
+        The int i requests the input of layer i; the number of layers, or -1, requests the output of the last layer.
+        """
+        return ()
+
+    @default
+    def num_likeliest(self) -> int:
+        """The number n of the verifying model's most likely tokens that `commit` receives after each token."""
+        return 0
+
+    @default
+    def embeddings(self) -> Array | None:
+        """Vectors ``float[M, E]`` that the drafter may propose as the ids V to V + M - 1, in places it does not draft.
+
+        The target reads row i in place of token V + i. The target's state there, after the branch so far, is in
+        `TargetSignals.hidden` as for any other token.
+        """
+        return None
+
+    @default
+    def has_confidence(self) -> bool:
+        """Whether the drafter can report its confidence in its draft tokens, as some draft lengths require."""
+        return self.is_token_by_token
+
+    @default
+    def is_token_by_token(self) -> bool:
+        """Whether the drafter has `begin` and `extend`, as `jspec.drafters.AutoregressiveDrafter` describes them."""
+        return hasattr(self, "extend")
+
+    @default
+    def unrolled(self) -> bool:
+        """Whether a chain is drawn without a loop. See `jspec.drafters.AutoregressiveDrafter`."""
+        return False
+
+    @default
+    def parts(self) -> "tuple[Drafter[PyTree], ...]":
+        """The drafters that this one is composed of; empty for most drafters."""
+        return ()
+
+    @default
+    def can_read(self) -> bool:
+        """Whether the drafter defines `read`."""
+        return type(self).read is not Drafter.read
+
+    @default
+    def keeps_nothing(self) -> bool:
+        """Whether the drafter stores nothing about a sequence when it prefills one, so that it has nothing to read."""
+        return False
+
+    @property
+    def unwrapped(self) -> object:
+        """The object that the caller passed, if this drafter is an adapter around it, and otherwise the drafter."""
+        return self
+
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
         """Return the state before the first round.
 
         ``tokens[B, P]`` are the prompts, and ``num_slots`` is an upper bound on all positions.
         """
-        ...
+        raise NotImplementedError
+
+    def read(self, state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> State:
+        """Return the state after the next piece of a sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`.
+
+        A drafter with this method can prefill a sequence in pieces, as `jspec.engine.Engine` does. The `init` of one
+        without it receives each prompt whole, as soon as the prompt is complete.
+        """
+        raise NotImplementedError
 
     def propose(self, state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
         """Return a draft of `num_draft_tokens` tokens, from position ``context.lengths`` on, and the new state.
 
         All token ids are below ``context.vocab_size``.
         """
-        ...
+        raise NotImplementedError
 
-    def commit(self, state: State, draft: Draft, verdict: Verdict, hidden: Array) -> State:
+    def commit(self, state: State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> State:
         """Return the state after a draft has been verified.
 
-        ``hidden[B, K + 1, E]`` are the verifying model's hidden states over the draft. For a tree they are the states
-        after node 0 and after every other node.
+        `signals` hold the verifying model's output over the draft. For a tree it is the output after node 0 and after
+        every other node.
 
         In a combined drafter, the draft may come from another part. In a `jspec.MultiDrafter`, a part with `features`
         receives the accepted path as a chain, whichever part proposed it; the chain ends with that path.
@@ -150,101 +231,81 @@ class Drafter(Protocol[State]):
         If draft lengths vary, the values after a row's last token with a distribution are arbitrary. Do not learn from
         them.
         """
-        ...
+        raise NotImplementedError
 
 
 class AskingDrafter(Protocol):
-    """A `Drafter` whose `init` or `commit` takes more arguments because it has `features` or `num_likeliest`."""
+    """A drafter that does not derive from `Drafter`, or takes what it requests as separate arguments."""
 
     @property
     def vocab_size(self) -> int | None: ...
 
     @property
-    def max_positions(self) -> int | None: ...
+    def init(self) -> Callable[..., PyTree]: ...
 
     @property
-    def init(self) -> Callable[..., Any]: ...
-
-    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]: ...
+    def propose(self) -> Callable[..., tuple[Draft, PyTree]]: ...
 
     @property
-    def commit(self) -> Callable[..., Any]: ...
+    def commit(self) -> Callable[..., PyTree]: ...
 
 
-def at_most(context: Context, num_draft_tokens: int) -> Context:
-    """Return `context` for one part of a combined drafter, with a budget of at most `num_draft_tokens`."""
-    if context.budget is None:
-        return context
-    return dataclasses.replace(context, budget=jnp.minimum(context.budget, num_draft_tokens))
+# Anything that a caller may pass as a draft. A combined drafter turns it into a `Drafter` when it is made.
+DraftSource: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
 
 
-def as_draft(drafter: Any, draft: object, context: Context, num_draft_tokens: int) -> Draft:
-    """Return the draft that `drafter` proposed, converted to the program's dtypes.
+class Stateless(Drafter[State]):
+    """The `init` and `commit` of a drafter that keeps no state between rounds."""
 
-    A token loses its distribution if it is beyond the row's budget or not `valid`. So does an id outside the
-    vocabulary, which jspec's own drafters cannot propose. Such tokens do not count as drafted.
+    @default
+    def keeps_nothing(self) -> bool:
+        """Whether `init` is this class's own."""
+        return type(self).init is Stateless.init
 
-    Raises, while the program is traced:
-        TypeError: the proposal is not a draft.
-        ValueError: its shapes differ from those requested.
-    """
-    if not isinstance(draft, Draft):
-        raise TypeError(f"propose must return (jspec.drafters.Draft, state); got ({type(draft).__name__}, state).")
-    tree = tree_of(drafter, num_draft_tokens)
-    if not ((draft.tree is None and tree.is_chain) or _alike(draft.topology, tree)):
-        raise ValueError(
-            f"{type(drafter).__name__} proposed {draft.topology}; expected {tree}, because every draft must have "
-            "the drafter's `tree` (a chain if it has none)."
-        )
-    if draft.valid is None and draft.probs is None:
-        raise ValueError(
-            f'{type(drafter).__name__} proposed tokens without distributions; give probs, or valid for "coupled" alone.'
-        )
-    shape = [context.lengths.size, tree.size]
-    if draft.valid is not None and (list(draft.valid.shape) != shape or draft.valid.dtype != bool):
-        got = f"{draft.valid.dtype}{list(draft.valid.shape)}"
-        raise ValueError(f"The drafter proposed a draft with valid {got}; expected bool{shape}.")
-    tokens = list(draft.tokens.shape)
-    probs = [*shape, context.vocab_size] if draft.probs is None else list(draft.probs.shape)
-    if tokens != shape or probs != [*shape, context.vocab_size] or not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"The drafter proposed tokens {draft.tokens.dtype}{tokens} with distributions {probs}; expected "
-            f"integers {shape} with distributions {[*shape, context.vocab_size]}."
-        )
-    # If 64-bit types are enabled, a user's arrays may be wider than the program's.
-    probs = None if draft.probs is None else draft.probs.astype(jnp.float32)
-    draft = Draft(draft.tokens.astype(jnp.int32), probs, draft.topology, draft.valid)
-    if draft.valid is not None:
-        draft = mask_draft(draft, draft.valid, draft.tokens)
-    if context.budget is not None:
-        draft = mask_draft(draft, prefix_mask(context.budget, num_draft_tokens))
-    if is_user_defined(drafter):
-        embeddings = embeddings_of(drafter)
-        readable = context.vocab_size + (0 if embeddings is None else len(embeddings))
-        read = jnp.where(is_out_of_vocab(draft.tokens, readable), 0, draft.tokens)
-        draft = mask_draft(draft, ~is_out_of_vocab(draft.tokens, context.vocab_size), read)
-    return draft
+    # An `AutoregressiveDrafter` with another state has its own `init`.
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
+        """Return an empty state."""
+        return cast(State, ())
+
+    def commit(self, state: State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> State:
+        """Return `state` unchanged."""
+        return state
 
 
-def _alike(tree: Tree | DynamicTree, other: Tree | DynamicTree) -> bool:
-    """Return whether two trees are equal. Two dynamic trees only need the same size and depth."""
-    if isinstance(tree, DynamicTree) and isinstance(other, DynamicTree):
-        return (tree.size, tree.max_depth) == (other.size, other.max_depth)
-    return tree == other
+_NO_DRAFTER = Drafter[PyTree]()
 
 
-def own_tree(drafter: Any) -> Tree | DynamicTree | None:
+def declared(drafter: object) -> Drafter[PyTree]:
+    """Return `drafter`, or for anything that is not a `Drafter`, such as None, one with all defaults."""
+    return cast(Drafter[PyTree], drafter) if isinstance(drafter, Drafter) else _NO_DRAFTER
+
+
+def kind_of(drafter: object) -> str:
+    """Return the name of a drafter's class for error messages."""
+    return type(drafter.unwrapped if isinstance(drafter, Drafter) else drafter).__name__
+
+
+def is_user_defined(drafter: object) -> bool:
+    """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
+    if not isinstance(drafter, Drafter):
+        return False
+    home = cast(type[Drafter[PyTree]], type(drafter.unwrapped)).propose.__module__
+    home = home or ""  # code that was run from a string has no module
+    return home.split(".")[0] != __name__.split(".")[0]
+
+
+def own_tree(drafter: object) -> Tree | DynamicTree | None:
     """Return a tree drafter's tree, or None for a chain drafter."""
-    tree = getattr(drafter, "tree", None)
+    tree: object = declared(drafter).tree
     return tree if isinstance(tree, Tree | DynamicTree) else None
 
 
-def tree_of(drafter: Any, num_draft_tokens: int) -> Tree | DynamicTree:
+def tree_of(drafter: object, num_draft_tokens: int) -> Tree | DynamicTree:
     """Return the shape of a drafter's drafts: its `tree`, or a chain if it has none."""
     return own_tree(drafter) or Tree.chain(num_draft_tokens)
 
 
-def as_tree(tree: Any) -> Tree:
+def as_tree(tree: object) -> Tree:
     """Return `tree`, numbered by depth.
 
     Raises:
@@ -258,93 +319,3 @@ def as_tree(tree: Any) -> Tree:
     if not tree.size:
         raise ValueError("tree has no draft tokens; give it at least one, or decode with jspec.generate.")
     return tree.by_depth()
-
-
-def one_hot_draft(tokens: Array, guessed: Array, context: Context, tree: Tree | None = None) -> Draft:
-    """Return a draft of ``tokens[B, K]`` that the sequence so far fully determines.
-
-    The distributions are one-hot, or all zeros where ``guessed[B, K]`` is False.
-    """
-    probs = jax.nn.one_hot(tokens, context.vocab_size, dtype=jnp.float32)
-    return Draft(tokens, probs * guessed[..., None].astype(probs.dtype), tree)
-
-
-def is_out_of_vocab(tokens: Array, vocab_size: int) -> Array:
-    """Return ``bool[B, K]``: whether each token is outside a vocabulary of this size."""
-    return (tokens < 0) | (tokens >= vocab_size)
-
-
-def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
-    """Keep draft tokens where ``kept[B, K]`` is True; replace the others by `otherwise`, without distributions."""
-    probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
-    valid = None if draft.valid is None else draft.valid & kept
-    return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
-
-
-def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
-    """Return the vocabulary size that the parts of `drafter` share: the smallest, if others exceed it only by padding.
-
-    Raises:
-        ValueError: the parts have different vocabularies.
-    """
-    known = sorted({size for size in sizes if size is not None})
-    if not all(longer_by_padding(size, known[0]) for size in known[1:]):
-        raise ValueError(
-            f"{drafter} combines vocabularies of {' and '.join(map(str, known))} tokens; "
-            "use drafters that share the target's tokenizer."
-        )
-    return known[0] if known else None
-
-
-def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-    """Return logits ``[..., V]`` from logits whose vocabulary differs from V only by padding.
-
-    Padding in the draft's vocabulary holds no tokens and is cut off. Padding in the target's vocabulary gets -inf, so
-    the draft never proposes it.
-
-    Raises:
-        ValueError: the vocabularies differ by more than padding.
-    """
-    if not same_but_for_padding(logits.shape[-1], vocab_size):
-        raise ValueError(
-            f"The draft's logits have {logits.shape[-1]} columns and the target's vocabulary has {vocab_size} "
-            "tokens, which differ by more than padding; use a draft that shares the target's tokenizer."
-        )
-    logits = logits[..., :vocab_size]
-    missing = vocab_size - logits.shape[-1]
-    if not missing:
-        return logits
-    return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
-
-
-def is_user_defined(drafter: Drafter[Any] | None) -> bool:
-    """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
-    if drafter is None:
-        return False
-    home = type(drafter).propose.__module__ or ""  # code that was run from a string has no module
-    return home.split(".")[0] != __name__.split(".")[0]
-
-
-class Stateless:
-    """The `init` and `commit` of a drafter that keeps no state between rounds."""
-
-    # Not typed as (), because an `AutoregressiveDrafter` may have a state.
-    def init(self, tokens: Array, num_slots: int) -> Any:
-        """Return an empty state."""
-        return ()
-
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array) -> Any:
-        """Return `state` unchanged."""
-        return state
-
-
-def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> tuple[Array, Array, Array]:
-    """Return the tokens around the end of each row: its last `before` tokens and the `after` tokens that follow.
-
-    Returns:
-        ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
-        `before`; and the index ``int32[B]`` of the row's last token among them.
-    """
-    before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short sequence has
-    start = jnp.maximum(lengths - before, 0)
-    return slice_rows(tokens, start, before + after), start, lengths - 1 - start

@@ -1,36 +1,38 @@
 # pyright: strict, reportUnknownMemberType=false
-"""Optional drafter attributes: requests to the target, the longest chain, and how combined drafters forward them."""
+"""What drafters declare, also for None in place of a drafter, and how wrappers forward it."""
 
-import math
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 from jax import Array
 
+from jspec.core.types import PyTree
+from jspec.drafters.base import Drafter, DraftSource, State, declared
 
-def features_of(drafter: Any) -> tuple[int, ...]:
+
+def features_of(drafter: object) -> tuple[int, ...]:
     """Return the indices of the target's hidden states that a drafter reads; most drafters read none."""
-    return tuple(getattr(drafter, "features", ()))
+    return tuple(declared(drafter).features)
 
 
-def num_likeliest_of(drafter: Any) -> int:
+def num_likeliest_of(drafter: object) -> int:
     """Return the number of the target's most likely tokens that a drafter requests; 0 for most drafters."""
-    return getattr(drafter, "num_likeliest", 0)
+    return declared(drafter).num_likeliest
 
 
-def embeddings_of(drafter: Any) -> Array | None:
+def embeddings_of(drafter: object) -> Array | None:
     """Return the vectors ``[M, E]`` that the target reads in place of ids from V on; None for most drafters."""
-    return getattr(drafter, "embeddings", None)
+    return declared(drafter).embeddings
 
 
-def max_chain_length_of(drafter: Any) -> float:
+def max_chain_length_of(drafter: object) -> float:
     """Return the number of consecutive tokens that a drafter can draft; infinity for most drafters."""
-    return getattr(drafter, "max_chain_length", math.inf)
+    return declared(drafter).max_chain_length
 
 
-def has_confidence(drafter: Any) -> bool:
+def has_confidence(drafter: object) -> bool:
     """Return whether a drafter can report its confidence in its draft tokens."""
-    return getattr(drafter, "has_confidence", hasattr(drafter, "extend"))
+    return declared(drafter).has_confidence
 
 
 def least(limits: Iterable[int | None]) -> int | None:
@@ -38,26 +40,36 @@ def least(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-class WrapperDrafter:
-    """A wrapper around `draft` that forwards its requests to the target, and the target's values back to it."""
+def features_of_all(*parts: Drafter[PyTree]) -> tuple[int, ...]:
+    """Return the indices of all hidden states that several drafters read, each once."""
+    return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
 
-    draft: Any
+
+class WrapperDrafter(Drafter[State]):
+    """A wrapper around `draft` that forwards its requests to the target."""
+
+    draft: DraftSource
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.draft,)
+    def inner(self) -> Drafter[PyTree]:
+        """The wrapped drafter."""
+        return cast(Drafter[PyTree], self.draft)
+
+    @property
+    def parts(self) -> tuple[Drafter[PyTree], ...]:
+        return (self.inner,)
 
     @property
     def vocab_size(self) -> int | None:
-        return self.draft.vocab_size
+        return self.inner.vocab_size
 
     @property
     def max_positions(self) -> int | None:
-        return getattr(self.draft, "max_positions", None)
+        return declared(self.draft).max_positions
 
     @property
     def max_chain_length(self) -> float:
-        return max_chain_length_of(self.draft)
+        return declared(self.draft).max_chain_length
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -65,29 +77,8 @@ class WrapperDrafter:
 
     @property
     def num_likeliest(self) -> int:
-        return num_likeliest_of(self.draft)
+        return declared(self.draft).num_likeliest
 
     @property
     def embeddings(self) -> Array | None:
-        return embeddings_of(self.draft)
-
-
-def features_of_all(*parts: Any) -> tuple[int, ...]:
-    """Return the indices of all hidden states that several drafters read, each once."""
-    return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
-
-
-def signals_for(part: Any, features: tuple[int, ...], target_signals: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that `part` requests, from the values `target_signals` that its combined drafter received.
-
-    Args:
-        features: the combined drafter's features.
-    """
-    mine: dict[str, Any] = {}
-    if wanted := features_of(part):
-        mine = {name: each for name, each in target_signals.items() if name != "likeliest"}
-        if wanted != features:
-            mine["features"] = target_signals["features"][:, :, [features.index(i) for i in wanted]]
-    if (count := num_likeliest_of(part)) and "likeliest" in target_signals:
-        mine["likeliest"] = target_signals["likeliest"][..., :count]
-    return mine
+        return declared(self.draft).embeddings

@@ -7,58 +7,64 @@ nothing about a sequence does not need one.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.drafters.base import Stateless
+from jspec.core.types import PyTree
+from jspec.drafters.base import Drafter, State, declared
 from jspec.drafters.capabilities import features_of
+from jspec.drafters.declared import default
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals
+from jspec.models.llama import Llama
+
+Tree = TypeVar("Tree")
 
 
-class NoPrefill:
+class NoPrefill(Drafter[State]):
     """The `read` method of a drafter that stores nothing about a sequence."""
 
-    def read(self, state: Any, tokens: Array, start: Array, count: Array) -> Any:
+    @default
+    def keeps_nothing(self) -> bool:
+        return True
+
+    def read(self, state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> State:
         return state
 
 
-def leaves_of(drafter: Any) -> Iterator[Any]:
+def leaves_of(drafter: Drafter[PyTree]) -> Iterator[Drafter[PyTree]]:
     """Yield the drafters that `drafter` is composed of, or `drafter` itself."""
-    parts = getattr(drafter, "parts", None)
-    if parts is None:
+    parts = declared(drafter).parts
+    if not parts:
         yield drafter
-    else:
-        for part in parts:
-            yield from leaves_of(part)
+    for part in parts:
+        yield from leaves_of(part)
 
 
-def keeps_nothing(drafter: Any) -> bool:
+def keeps_nothing(drafter: Drafter[PyTree]) -> bool:
     """Return whether no part of `drafter` stores anything about a sequence."""
-    return all(isinstance(leaf, NoPrefill) or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
+    return all(leaf.keeps_nothing for leaf in leaves_of(drafter))
 
 
-def can_read(drafter: Any) -> bool:
+def can_read(drafter: Drafter[PyTree]) -> bool:
     """Return whether `drafter` can prefill a sequence in pieces."""
-    return all(hasattr(leaf, "read") or _init_of(leaf) is Stateless.init for leaf in leaves_of(drafter))
+    return all(leaf.can_read or leaf.keeps_nothing for leaf in leaves_of(drafter))
 
 
-def _init_of(drafter: object) -> Any:
-    return getattr(type(drafter), "init", None)
-
-
-def begin(drafter: Any, target: Any, batch: int, num_slots: int) -> Any:
+def begin(drafter: Drafter[PyTree], target: Llama, batch: int, num_slots: int) -> PyTree:
     """Return the state of a drafter that has read nothing yet, for `batch` rows."""
     tokens = jnp.zeros((batch, 1 if can_read(drafter) else num_slots), jnp.int32)
     if not features_of(drafter):
-        return drafter.init(tokens, num_slots)
+        return drafter.init(tokens, num_slots, NO_SIGNALS)
     features = jnp.zeros((batch, 1, len(features_of(drafter)), target.config.hidden_size), target.dtype)
-    lengths = jnp.ones(batch, jnp.int32)
-    return drafter.init(tokens, num_slots, features=features, lengths=lengths, target=target)
+    return drafter.init(tokens, num_slots, PromptSignals(features, jnp.ones(batch, jnp.int32), target))
 
 
-def prefill_chunk(drafter: Any, state: Any, tokens: Array, start: Array, count: Array, **target_signals: Any) -> Any:
+def prefill_chunk(
+    drafter: Drafter[State], state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals
+) -> State:
     """Return the state of `drafter` after the next ``count[b]`` tokens of each row.
 
     Args:
@@ -67,12 +73,12 @@ def prefill_chunk(drafter: Any, state: Any, tokens: Array, start: Array, count: 
             by arbitrary values.
         start: ``int32[B]``; all positions before it have been read.
         count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its last token.
-        target_signals: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
+        signals: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
     """
-    return drafter.read(state, tokens, start, count, **target_signals) if hasattr(drafter, "read") else state
+    return drafter.read(state, tokens, start, count, signals) if drafter.can_read else state
 
 
-def where_read(count: Array, new: Any, old: Any) -> Any:
+def where_read(count: Array, new: Tree, old: Tree) -> Tree:
     """Select the pytree `new` in rows that have read at least one token, and `old` in the other rows."""
 
     def pick(a: Array, b: Array) -> Array:

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportIncompatibleVariableOverride=false
 """The number of tokens to draft per round: a fixed number, or a choice for each row and round.
 
 A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.
@@ -13,81 +14,76 @@ exactly where the draft was unsure.
 
 import dataclasses
 import operator
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol, SupportsIndex, cast
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.core.types import check_between, check_count
+from jspec.core.types import PyTree, check_between, check_count
+from jspec.drafters.declared import default
 
 
-class DraftLength(Protocol):
+class DraftLength:
     """A policy that decides how many tokens to draft. It is hashable, because it is part of the compiled program.
 
-    An optional method `should_draft`, with the same arguments as `continues`, decides whether to draft at all. Its
-    `confidence` is the probability of the most likely first token, because no token has been drawn yet.
+    A policy defines `max_draft_tokens` and `budget`. By default it has no state and needs no confidence. One that does
+    not derive from this class defines everything except `should_draft`.
 
     Attributes:
+        max_draft_tokens: K, the largest number of tokens in a draft. It determines array shapes.
         needs_confidence: whether to call `continues`. Only a `jspec.drafters.AutoregressiveDrafter`, or a
             `jspec.FallbackDrafter` that contains one, can call it.
     """
 
-    needs_confidence: ClassVar[bool]
+    max_draft_tokens: int
+    needs_confidence: ClassVar[bool] = False
 
-    @property
-    def max_draft_tokens(self) -> int:
-        """K, the largest number of tokens in a draft. It determines array shapes."""
-        ...
+    @default
+    def may_skip(self) -> bool:
+        """Whether to call `should_draft`, which the policy then defines."""
+        return type(self).should_draft is not DraftLength.should_draft
 
-    def init(self, batch: int) -> Any:
+    def init(self, batch: int) -> PyTree:
         """Return the state before the first round, a pytree."""
-        ...
+        return ()
 
-    def budget(self, state: Any, batch: int) -> Array | None:
+    def budget(self, state: PyTree, batch: int) -> Array | None:
         """Return the number of tokens to draft in this round, ``int32[B]`` in 0 .. K.
 
         None means K in every row, which costs less.
         """
-        ...
+        raise NotImplementedError
 
-    def continues(self, state: Any, confidence: Array) -> Array:
+    def should_draft(self, state: PyTree, confidence: Array) -> Array:
+        """Return whether to draft at all, ``bool[B]``.
+
+        `confidence` ``[B]`` is the probability of the most likely first token, because no token has been drawn yet.
+        """
+        return jnp.ones(confidence.shape, bool)
+
+    def continues(self, state: PyTree, confidence: Array) -> Array:
         """Return whether to draft one more token, ``bool[B]``.
 
         `confidence` ``[B]`` is the last token's probability before any transforms.
         """
-        ...
+        return jnp.ones(confidence.shape, bool)
 
-    def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
+    def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree:
         """Return the state after a round that accepted ``accepted int32[B]`` of ``drafted int32[B]`` tokens.
 
         Both are 0 in idle rows.
         """
-        ...
-
-
-class _Forgetful:
-    """Defaults for most policies: no state, and no need for confidence."""
-
-    needs_confidence: ClassVar[bool] = False
-
-    def init(self, batch: int) -> Any:
-        return ()
-
-    def continues(self, state: Any, confidence: Array) -> Array:
-        return jnp.ones(confidence.shape, bool)
-
-    def update(self, state: Any, drafted: Array, accepted: Array) -> Any:
         return state
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(_Forgetful):
+class Fixed(DraftLength):
     """A fixed draft length for every row and round. A plain number is shorthand for it; 0 means plain decoding."""
 
     max_draft_tokens: int
 
-    def budget(self, state: Any, batch: int) -> None:
+    def budget(self, state: PyTree, batch: int) -> None:
         return None
 
 
@@ -96,7 +92,7 @@ DEFAULT = Fixed(4)
 
 
 @dataclasses.dataclass(frozen=True)
-class AtMost(_Forgetful):
+class AtMost(DraftLength):
     """A policy that always drafts the largest allowed number of tokens."""
 
     max_draft_tokens: int
@@ -105,7 +101,7 @@ class AtMost(_Forgetful):
         check_count("max_draft_tokens", self.max_draft_tokens)
         object.__setattr__(self, "max_draft_tokens", int(self.max_draft_tokens))
 
-    def budget(self, state: Any, batch: int) -> Array:
+    def budget(self, state: PyTree, batch: int) -> Array:
         return jnp.full(batch, self.max_draft_tokens, jnp.int32)
 
 
@@ -141,10 +137,10 @@ class WhileConfident(AtMost):
         if self.first != 0:
             check_between("first", self.first, 0, 1)
 
-    def should_draft(self, state: Any, confidence: Array) -> Array:
+    def should_draft(self, state: PyTree, confidence: Array) -> Array:
         return confidence >= self.first if self.first else jnp.ones(confidence.shape, bool)
 
-    def continues(self, state: Any, confidence: Array) -> Array:
+    def continues(self, state: PyTree, confidence: Array) -> Array:
         return confidence >= self.threshold
 
 
@@ -237,8 +233,9 @@ class ByAcceptance(AtMost):
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
         counts = (count.astype(jnp.float32) for count in (accepted, _judged(drafted, accepted)))
-        sums = tuple(0.9 * old + count for old, count in zip(state, counts, strict=True))
-        return jax.tree.map(lambda new, old: jnp.where(drafted > 0, new, old), sums, state)
+        sums = [0.9 * old + count for old, count in zip(state, counts, strict=True)]
+        accepted, judged = (jnp.where(drafted > 0, new, old) for new, old in zip(sums, state, strict=True))
+        return accepted, judged
 
 
 def _judged(drafted: Array, accepted: Array) -> Array:
@@ -265,7 +262,63 @@ def doubling(largest: int) -> tuple[int, ...]:
     return (*(1 << i for i in range((largest - 1).bit_length())), largest)
 
 
-def as_draft_length(num_draft_tokens: Any) -> DraftLength:
-    """Return `num_draft_tokens`, a number or a `DraftLength`, as a `DraftLength`."""
-    is_number = not hasattr(num_draft_tokens, "budget")
-    return Fixed(operator.index(num_draft_tokens)) if is_number else num_draft_tokens
+class _Length(Protocol):
+    """A policy that does not derive from `DraftLength`."""
+
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+    @property
+    def needs_confidence(self) -> bool: ...
+
+    def init(self, batch: int) -> PyTree: ...
+
+    def budget(self, state: PyTree, batch: int) -> Array | None: ...
+
+    def continues(self, state: PyTree, confidence: Array) -> Array: ...
+
+    def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _DuckLength(DraftLength):
+    """The adapter around a policy that does not derive from `DraftLength`."""
+
+    length: _Length
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.length.max_draft_tokens
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self.length.needs_confidence
+
+    @property
+    def may_skip(self) -> bool:
+        return hasattr(self.length, "should_draft")
+
+    def init(self, batch: int) -> PyTree:
+        return self.length.init(batch)
+
+    def budget(self, state: PyTree, batch: int) -> Array | None:
+        return self.length.budget(state, batch)
+
+    def should_draft(self, state: PyTree, confidence: Array) -> Array:
+        should_draft: Callable[[PyTree, Array], Array] = getattr(self.length, "should_draft")  # noqa: B009
+        return should_draft(state, confidence)
+
+    def continues(self, state: PyTree, confidence: Array) -> Array:
+        return self.length.continues(state, confidence)
+
+    def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree:
+        return self.length.update(state, drafted, accepted)
+
+
+def as_draft_length(num_draft_tokens: object) -> DraftLength:
+    """Return `num_draft_tokens`, a number or a policy, as a `DraftLength`."""
+    if isinstance(num_draft_tokens, DraftLength):
+        return num_draft_tokens
+    if isinstance(num_draft_tokens, SupportsIndex):
+        return Fixed(operator.index(num_draft_tokens))
+    return _DuckLength(cast(_Length, num_draft_tokens))

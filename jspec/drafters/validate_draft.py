@@ -2,25 +2,27 @@
 """Debug mode: a wrapper that checks each of a drafter's drafts against the contract."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jspec.core.probs import at_tokens
 from jspec.core.tree import DynamicTree, Tree
-from jspec.core.types import Draft, Verdict, pytree
-from jspec.drafters.base import Context, as_draft, is_out_of_vocab, own_tree
+from jspec.core.types import Draft, PyTree, Verdict, pytree
+from jspec.drafters.base import Context, DraftSource, kind_of, own_tree
 from jspec.drafters.capabilities import WrapperDrafter
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import as_draft, is_out_of_vocab
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 
 _TOLERANCE = 1e-3
 
 
 @pytree
-class CheckedDrafter(WrapperDrafter):
+class CheckedDrafter(WrapperDrafter[PyTree]):
     """A wrapper around `draft` that fails if a distribution is invalid or a token cannot come from its distribution.
 
     An all-zero distribution means "no guess" and passes. `jspec.speculative_generate` wraps its draft in this class if
@@ -28,37 +30,37 @@ class CheckedDrafter(WrapperDrafter):
     results, JAX raises a JaxRuntimeError that quotes the original error.
     """
 
-    draft: Any
+    draft: DraftSource
 
     @property
     def tree(self) -> Tree | DynamicTree | None:
         return own_tree(self.draft)
 
-    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> Any:
-        return self.draft.init(tokens, num_slots, **target_signals)
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> PyTree:
+        return self.inner.init(tokens, num_slots, signals)
 
-    def read(self, state: Any, tokens: Array, start: Array, count: Array, **target_signals: Any) -> Any:
-        return prefill_chunk(self.draft, state, tokens, start, count, **target_signals)
+    def read(self, state: PyTree, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> PyTree:
+        return prefill_chunk(self.inner, state, tokens, start, count, signals)
 
-    def propose(self, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
-        draft, state = self.draft.propose(state, context, num_draft_tokens)
+    def propose(self, state: PyTree, context: Context, num_draft_tokens: int) -> tuple[Draft, PyTree]:
+        draft, state = self.inner.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
         if held.probs is None:  # there is no distribution to check
             assert held.valid is not None, "as_draft rejects a draft without both"
-            check = functools.partial(_check_ids, type(self.draft).__name__, context.vocab_size)
+            check = functools.partial(_check_ids, kind_of(self.draft), context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
         drawn = jnp.where(is_out_of_vocab(held.tokens, context.vocab_size), 0, at_tokens(held.probs, held.tokens))
         sums, least = held.probs.sum(-1), held.probs.min(-1)
-        check = functools.partial(_check, type(self.draft).__name__, context.vocab_size)
+        check = functools.partial(_check, kind_of(self.draft), context.vocab_size)
         jax.debug.callback(check, held.tokens, sums, least, drawn)
         return draft, state
 
-    def commit(self, state: Any, draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any) -> Any:
-        return self.draft.commit(state, draft, verdict, hidden, **target_signals)
+    def commit(self, state: PyTree, draft: Draft, verdict: Verdict, signals: TargetSignals) -> PyTree:
+        return self.inner.commit(state, draft, verdict, signals)
 
 
-def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
+def _check_ids(name: str, vocab_size: int, tokens: ArrayLike, guessed: ArrayLike) -> None:
     """Raise ValueError if a draft token is outside the vocabulary; runs on the host.
 
     `tokens` and `guessed` are ``[B, K]``: the tokens, and whether each of them is drafted.
@@ -71,7 +73,7 @@ def _check_ids(name: str, vocab_size: int, tokens: Any, guessed: Any) -> None:
         )
 
 
-def _check(name: str, vocab_size: int, tokens: Any, sums: Any, least: Any, drawn: Any) -> None:
+def _check(name: str, vocab_size: int, tokens: ArrayLike, sums: ArrayLike, least: ArrayLike, drawn: ArrayLike) -> None:
     """Raise ValueError if a distribution is invalid or cannot produce its token; runs on the host.
 
     All arrays are ``[B, K]``: the tokens, the sums and the smallest entries of their distributions, and the tokens'

@@ -210,6 +210,7 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
     """Return ``bool[B, N + 1, V]``: the tokens allowed after each row's text and after each draft token."""
     batch, nodes, size = state.lengths.shape[0], draft.tokens.shape[1] + 1, -(-vocab_size // 32)
     shape = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32)
+    assert params.constraints is not None, "some row is constrained"
     numbers = jnp.where(state.done, 0, params.constraints)
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
 

@@ -16,6 +16,7 @@ from jspec.drafters import CascadeDrafter, MixtureDrafter
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, leaves_of, prefill_chunk
 from jspec.drafters.draft_length import Fixed
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.engine.slot_output import Packed, Scores, empty_output, expand_to_slots, pack, set_final_state, set_round
 from jspec.engine.slots import AnyDrafter, Slots, gather_rows, get_row, keep_temperature, scatter_rows, select, set_row
 from jspec.models.kv_cache import KVCache, copy_slots
@@ -158,7 +159,8 @@ def _record_piece(
         row, text = get_row(drafter_state, slot), get_row(tokens, slot)
         if features:
             row = select(start == 0, begin(drafter, target, 1, text.shape[1] - 1), row)
-            row = prefill_chunk(drafter, row, piece, at, count[None], features=target_features, target=target)
+            signals = PromptSignals(target_features, None, target)
+            row = prefill_chunk(drafter, row, piece, at, count[None], signals)
         else:
             row = _begin_row(target, drafter, row, text, end, is_prefilled & (slots.num_drafter_read[slot] == 0))
         drafter_state = set_row(drafter_state, row, slot)
@@ -238,7 +240,7 @@ def catch_up_drafter(
         start = jnp.minimum(num_read, positions - chunk)
         count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
         piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
-        return start + count, prefill_chunk(drafter, row, piece, start[None], count[None])
+        return start + count, prefill_chunk(drafter, row, piece, start[None], count[None], NO_SIGNALS)
 
     initial = slots.num_drafter_read[slot], get_row(state.drafter, slot)
     num_read, row = cast(tuple[Array, PyTree], lax.fori_loop(0, num_pieces, read_piece, initial))

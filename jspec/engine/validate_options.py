@@ -8,7 +8,7 @@ import jax
 from jspec.acceptance import Rule
 from jspec.core.types import PyTree, check_count
 from jspec.decoding.validate_tree import number_of_drafts
-from jspec.drafters.base import own_tree
+from jspec.drafters.base import kind_of, own_tree
 from jspec.drafters.capabilities import features_of, max_chain_length_of
 from jspec.drafters.chunked_prefill import can_read, keeps_nothing
 from jspec.drafters.draft_length import DEFAULT
@@ -68,7 +68,7 @@ def lengths(target: LanguageModel, drafter: AnyDrafter, num_draft_tokens: object
 def check_readable(drafter: AnyDrafter) -> None:
     if features_of(drafter) and not can_read(drafter):
         raise TypeError(
-            f"{type(drafter).__name__} reads the target's hidden states but has no `read`, to which an engine "
+            f"{kind_of(drafter)} reads the target's hidden states but has no `read`, to which an engine "
             "would pass those of a prompt chunk by chunk; implement it as described in "
             "jspec.drafters.chunked_prefill."
         )

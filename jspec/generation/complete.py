@@ -279,7 +279,8 @@ def _has_lookup_first(draft: _Draft | None) -> bool:
 
 def default_draft_length(draft: _Draft | None) -> int | Fixed:
     """Return the default number of draft tokens: four, or the drafter's maximum if lower. A tree has `DEFAULT`."""
-    return DEFAULT if own_tree(draft) is not None else int(min(_DRAFTED, max_chain_length_of(draft)))
+    drafter = as_drafter(draft)
+    return DEFAULT if own_tree(drafter) is not None else int(min(_DRAFTED, max_chain_length_of(drafter)))
 
 
 def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | None:

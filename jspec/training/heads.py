@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jspec.core.tree import Branches
-from jspec.drafters.base import fit_vocabulary
+from jspec.drafters.drafts import fit_vocabulary
 from jspec.drafters.heads.base import ParallelHeadsDrafter
 from jspec.drafters.heads.hydra import HydraDrafter
 from jspec.drafters.heads.kangaroo import KangarooDrafter

@@ -85,7 +85,7 @@ def tune(
 
     def drafting(setting: Setting) -> tuple[Drafter[PyTree] | AskingDrafter, int]:
         if isinstance(setting, Tree):
-            return TreeDrafter(drafter, setting, bool(getattr(rule, "independent", False))), setting.max_depth
+            return TreeDrafter(drafter, setting, bool(rule.independent)), setting.max_depth
         return drafter, setting
 
     def run(setting: Setting, limit: int, trial: int) -> Output:
@@ -95,7 +95,7 @@ def tune(
         return run_program(target, one, *request, max_new_tokens=max_new_tokens, draft_length=Fixed(k), rule=used)
 
     chains = measure(run, int(max_new_tokens), int(max_draft_tokens))
-    if max_nodes < 2 or not getattr(rule, "branches", False) or not isinstance(drafter, AutoregressiveDrafter):
+    if max_nodes < 2 or not rule.branches or not isinstance(drafter, AutoregressiveDrafter):
         return chains
     return with_trees(run, chains, int(max_new_tokens), int(max_nodes), target.config.vocab_size)
 

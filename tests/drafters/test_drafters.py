@@ -16,6 +16,7 @@ import jspec
 from jspec.core.types import Draft, pytree
 from jspec.drafters.base import Stateless
 from jspec.drafters.combine import fallback
+from jspec.drafters.signals import TargetSignals
 from support import drafters, oracle, toys
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -226,7 +227,7 @@ def test_parts_are_told_and_their_limits_hold(toy, prompts):
     """This holds within pairs and cascades too. A part's arrays may have any dtype there, as they may alone."""
     target, batch = toy(0), prompts([3, 2])
     pair = jspec.FallbackDrafter(Counting(), jspec.FallbackDrafter(Counting(), toy(1)))
-    assert pair.commit((1, (2, ())), None, None, None) == (2, (3, ()))
+    assert pair.commit((1, (2, ())), None, None, TargetSignals(None)) == (2, (3, ()))
     cascade = jspec.CascadeDrafter(toy(1), Counting(), 1)
     state, _ = toys.first_round(
         target, cascade, *map(jnp.asarray, batch[:2]), batch[2], toys.both_transforms(jspec.SamplingParams(), 2), 3

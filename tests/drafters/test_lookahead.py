@@ -8,6 +8,7 @@ import pytest
 import jspec
 from jspec import LookaheadDrafter
 from jspec.core.types import Verdict
+from jspec.drafters.signals import TargetSignals
 from support import toys
 from support.own_trees import context, matches, propose
 
@@ -58,7 +59,7 @@ def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count
             pools[b] = [*new, *(gram for gram in pools[b] if gram not in new)]
             windows[b] = np.roll(columns[1:], -accepted[b], axis=1)
         verdict = Verdict(jnp.asarray(accepted, jnp.int32), jnp.zeros(rows, jnp.int32))
-        state = commit(state, draft, verdict, None, likeliest=jnp.asarray(likeliest, jnp.int32))
+        state = commit(state, draft, verdict, TargetSignals(None, likeliest=jnp.asarray(likeliest, jnp.int32)))
         lengths = lengths + accepted + 1
     assert seen > 15
 

@@ -13,6 +13,7 @@ import jspec
 from jspec import MultiDrafter, NGramDrafter, TokenRecyclingDrafter, Tree
 from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
+from jspec.drafters.signals import TargetSignals
 from support import toys
 from support.own_trees import context, matches, propose
 
@@ -84,7 +85,7 @@ def test_recycling_is_a_matrix_of_what_was_likeliest_last():
             for node in reversed(range(tree.size + 1)):
                 if guesses[node] is not None:
                     known[b][guesses[node]] = likeliest[b, node].tolist()
-        state = commit(state, draft, None, None, likeliest=jnp.asarray(likeliest, jnp.int32))
+        state = commit(state, draft, None, TargetSignals(None, likeliest=jnp.asarray(likeliest, jnp.int32)))
         lengths = lengths + rng.integers(1, 4, size=rows)
     assert seen > 100
 
@@ -95,7 +96,7 @@ def test_recycling_forgets_what_is_oldest(monkeypatch):
     state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
     for first in range(3):
         draft, state = propose(drafter, state, context([[first]], [1], 16), drafter.tree.max_depth)
-        state = drafter.commit(state, draft, None, None, likeliest=jnp.full((1, 4, 8), 15))
+        state = drafter.commit(state, draft, None, TargetSignals(None, likeliest=jnp.full((1, 4, 8), 15)))
     known = set(state[0].tokens[0].tolist())
     assert state[0].tokens.shape == (1, 8) and {1, 2} <= known and 0 not in known
 
@@ -105,7 +106,7 @@ def in_turn(drafter, state, asked):
     """Return a draft, and the state after another drafter's branch was accepted."""
     draft, state = drafter.propose(state, asked, 2)
     verdict = Verdict(jnp.full(2, 2), asked.tokens[:, 0], path=jnp.tile(jnp.array([1, 4]), (2, 1)))
-    return draft, drafter.commit(state, draft, verdict, jnp.zeros((2, 7, 1)))
+    return draft, drafter.commit(state, draft, verdict, TargetSignals(jnp.zeros((2, 7, 1))))
 
 
 def test_chains_of_several_are_those_that_each_drafts_alone():
@@ -147,7 +148,7 @@ def test_each_of_several_is_told_what_became_of_its_own_chain():
     draft, state = drafter.propose(((), (), ()), asked, 3)
     np.testing.assert_array_equal(draft.tokens[0], [1, 4, 1, 2, 5, 2, 3, 6, 3])
     verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[3, 6, 0]]))  # the third chain's first two
-    told = drafter.commit(state, draft, verdict, jnp.arange(10)[None, :, None])
+    told = drafter.commit(state, draft, verdict, TargetSignals(jnp.arange(10)[None, :, None]))
     np.testing.assert_array_equal([one[0][0] for one in told], [[1, 2, 3], [4, 5, 6], [1, 2, 3]])
     assert [(int(one[1][0]), int(one[2][0])) for one in told] == [(2, 7), (0, 1), (2, 7)]
     np.testing.assert_array_equal([one[3][0, :, 0] for one in told], [[0, 1, 4, 7], [0, 2, 5, 8], [0, 3, 6, 9]])
@@ -172,7 +173,7 @@ def test_who_reads_states_is_told_of_the_path_whosever_it_is():
     draft, state = drafter.propose(((), ()), asked, 3)
     verdict = Verdict(jnp.array([2]), jnp.array([7]), path=jnp.array([[2, 4, 0]]))  # the other chain's first two
     values = jnp.arange(7)[None, :, None]
-    states = drafter.commit(state, draft, verdict, values, features=values[..., None], target=None)
+    states = drafter.commit(state, draft, verdict, TargetSignals(values, values[..., None], target="the target"))
     path, told, hidden, features = states[0]
     np.testing.assert_array_equal(path.tokens[0], [4, 5, 7])
     np.testing.assert_array_equal(path.probs[0], [*np.eye(8)[[4, 5]], np.zeros(8)])

@@ -11,6 +11,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.decoding.state import RequestParams
 from jspec.drafters.base import own_tree
+from jspec.drafters.standalone.model import as_drafter
 from jspec.engine.round_budget import RoundBudget
 from jspec.engine.runner import Runner
 from jspec.engine.slot_output import unpack
@@ -206,7 +207,7 @@ class Whole:
 def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
     prompts, keys, alone = requests
     sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (2,), 2)
-    one = Runner(models[0], Whole(jspec.ModelDrafter(models[0])), RULES["rejection"], sizes)
+    one = Runner(models[0], as_drafter(Whole(jspec.ModelDrafter(models[0]))), RULES["rejection"], sizes)
     host = Host(one, prompts, keys, models[0].config.vocab_size)
     host.run()
     assert host.texts == [out.tokens[0].tolist() for out in alone]

@@ -16,6 +16,7 @@ from jspec.drafters.base import own_tree
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, prefill_chunk
 from jspec.drafters.draft_length import Fixed
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.models.kv_cache import prefill_with_features
 from support import drafters, toys
 
@@ -47,7 +48,7 @@ def _in_pieces(target, drafter, tokens, lengths, num_slots):
     """Return the state of a drafter that has read all prompts but their last tokens, a few tokens at a time."""
     batch, width = tokens.shape
     state = begin(drafter, target, batch, num_slots)
-    told = {}
+    signals = NO_SIGNALS
     if features := features_of(drafter):
         _, all_of_them = prefill_with_features(target, tokens, num_slots, features)
     tokens = jnp.pad(tokens, ((0, 0), (0, PIECE + 1)))
@@ -55,9 +56,9 @@ def _in_pieces(target, drafter, tokens, lengths, num_slots):
         count = jnp.clip(lengths - 1 - at, 0, PIECE)
         if features:
             piece = jnp.pad(all_of_them, ((0, 0), (0, PIECE), (0, 0), (0, 0)))[:, at : at + PIECE]
-            told = {"features": piece, "target": target}
+            signals = PromptSignals(piece, None, target)
         begun = jnp.minimum(at, lengths - 1)  # must not overwrite anything after the end of a row
-        state = prefill_chunk(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, **told)
+        state = prefill_chunk(drafter, state, tokens[:, at : at + PIECE + 1], begun, count, signals)
     return state
 
 

@@ -16,6 +16,7 @@ from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
 from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
 from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.standalone.model import as_drafter
 from support import toys
 from support.embeddings import TARGET, longer_vocabulary
 
@@ -77,7 +78,7 @@ def test_what_the_target_makes_of_them_is_told(prompts):
 
     The fresh pass uses a model whose vocabulary includes the vectors.
     """
-    one, length = drafter(), as_draft_length(TREE.max_depth)
+    one, length = as_drafter(drafter()), as_draft_length(TREE.max_depth)
     tokens, lengths, keys = prompts([5, 1, 3], vocab_size=V)
     tokens = jnp.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
     params = toys.request(keys, jnp.asarray(lengths), jnp.full(3, 20), *toys.both_transforms(jspec.SamplingParams(), 3))

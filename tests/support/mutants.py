@@ -14,7 +14,7 @@ from jspec.acceptance import block, coupled, rejection, traversal, walk
 from jspec.core import keys, probs, sampling
 from jspec.decoding import round as rounds
 from jspec.decoding import verify as verification
-from jspec.drafters import Context, Draft, FallbackDrafter, base
+from jspec.drafters import Context, Draft, FallbackDrafter, base, drafts
 from jspec.drafters.standalone import autoregressive as drafting
 
 RULE_MODULES = block, coupled, rejection, traversal, walk
@@ -174,8 +174,8 @@ def picked_by_position(patch):
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         first, first_state = self.first.propose(state[0], context, num_draft_tokens)
         second, second_state = self.second.propose(state[1], context, num_draft_tokens)
-        first = base.as_draft(self.first, first, context, num_draft_tokens)
-        second = base.as_draft(self.second, second, context, num_draft_tokens)
+        first = drafts.as_draft(self.first, first, context, num_draft_tokens)
+        second = drafts.as_draft(self.second, second, context, num_draft_tokens)
         guessed = first.probs.sum(-1) > 0
         draft = Draft(
             jnp.where(guessed[:, :1], first.tokens, second.tokens),

@@ -9,6 +9,7 @@ import jspec
 from jspec.core.tree import Level, Tree
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.capabilities import features_of
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.models.kv_cache import prefill_with_features
 from jspec.training import batches, boost, fit, kinds, losses, objective, target_states, train
 from jspec.training import dataset as rows
@@ -61,10 +62,10 @@ def test_what_is_unrolled_is_what_the_drafter_says(kind):
         prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
         features = features_of(drafter)
         cache, states = prefill_with_features(TARGET, prompt, 16, features)
-        target_signals = {"features": states, "lengths": lengths, "target": TARGET} if features else {}
+        signals = PromptSignals(states, lengths, TARGET) if features else NO_SIGNALS
         noise = jnp.zeros((1, 4, 1, 2, 1))
         context = Context(tokens, lengths, noise, None, None, TargetView(TARGET, cache, 1), V)
-        logits, carry = drafter.begin(drafter.init(prompt, 16, **target_signals), context, Tree.chain(4))
+        logits, carry = drafter.begin(drafter.init(prompt, 16, signals), context, Tree.chain(4))
         for depth in range(4):
             at = length - 1 - trainee.offset + depth
             np.testing.assert_allclose(said[depth % len(said)][0, at], logits[0], atol=2e-5)

@@ -1,80 +1,76 @@
 # pyright: strict, reportUnknownMemberType=false
 """The base class for drafters that combine two others."""
 
-from typing import Any
+from typing import cast
 
 from jax import Array
 
-from jspec.core.types import Draft, Verdict, pytree
-from jspec.drafters.base import shared_vocabulary
-from jspec.drafters.capabilities import features_of_all, least, max_chain_length_of, num_likeliest_of, signals_for
+from jspec.core.types import Draft, PyTree, Verdict, pytree
+from jspec.drafters.base import Drafter, DraftSource, declared
+from jspec.drafters.capabilities import features_of, features_of_all, least, max_chain_length_of, num_likeliest_of
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import shared_vocabulary
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import as_part
+
+Pair = tuple[PyTree, PyTree]
 
 
 @pytree
-class PairDrafter:
+class PairDrafter(Drafter[Pair]):
     """Two drafters or models with one vocabulary. Each receives the values that it requests from the target."""
 
-    first: Any
-    second: Any
+    first: DraftSource
+    second: DraftSource
 
     def __post_init__(self) -> None:
-        for name in ("first", "second"):
-            object.__setattr__(self, name, as_part(name, getattr(self, name), forwards_signals=True))
+        for name, draft in (("first", self.first), ("second", self.second)):
+            object.__setattr__(self, name, as_part(name, draft, forwards_signals=True))
 
     @property
-    def parts(self) -> tuple[Any, Any]:
-        return self.first, self.second
+    def parts(self) -> tuple[Drafter[PyTree], Drafter[PyTree]]:
+        return cast(tuple[Drafter[PyTree], Drafter[PyTree]], (self.first, self.second))
 
     @property
     def vocab_size(self) -> int | None:
-        return shared_vocabulary(type(self).__name__, self.first.vocab_size, self.second.vocab_size)
+        return shared_vocabulary(type(self).__name__, *(part.vocab_size for part in self.parts))
 
     @property
     def max_positions(self) -> int | None:
         """The smaller limit of the two."""
-        return least(getattr(part, "max_positions", None) for part in (self.first, self.second))
+        return least(declared(part).max_positions for part in self.parts)
 
     @property
     def max_chain_length(self) -> float:
         """The number of consecutive tokens that both can draft."""
-        return min(max_chain_length_of(self.first), max_chain_length_of(self.second))
+        return min(map(max_chain_length_of, self.parts))
 
     @property
     def features(self) -> tuple[int, ...]:
-        return features_of_all(self.first, self.second)
+        return features_of_all(*self.parts)
 
     @property
     def num_likeliest(self) -> int:
-        return max(num_likeliest_of(self.first), num_likeliest_of(self.second))
+        return max(map(num_likeliest_of, self.parts))
 
-    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, Any]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> Pair:
         first, second = (
-            part.init(tokens, num_slots, **self._signals_for(part, target_signals))
-            for part in (self.first, self.second)
+            part.init(tokens, num_slots, signals.for_part(self.features, features_of(part))) for part in self.parts
         )
         return first, second
 
-    def read(
-        self, state: tuple[Any, Any], tokens: Array, start: Array, count: Array, **target_signals: Any
-    ) -> tuple[Any, Any]:
+    def read(self, state: Pair, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> Pair:
         """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         first, second = (
-            prefill_chunk(part, own, tokens, start, count, **self._signals_for(part, target_signals))
-            for part, own in zip((self.first, self.second), state, strict=True)
+            prefill_chunk(part, own, tokens, start, count, signals.for_part(self.features, features_of(part)))
+            for part, own in zip(self.parts, state, strict=True)
         )
         return first, second
 
-    def commit(
-        self, state: tuple[Any, Any], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
-    ) -> tuple[Any, Any]:
+    def commit(self, state: Pair, draft: Draft, verdict: Verdict, signals: TargetSignals) -> Pair:
         """Pass the verified draft to both, regardless of which one proposed it."""
         first, second = (
-            part.commit(own, draft, verdict, hidden, **self._signals_for(part, target_signals))
-            for part, own in zip((self.first, self.second), state, strict=True)
+            part.commit(own, draft, verdict, signals.for_part(self.features, features_of(part), part.num_likeliest))
+            for part, own in zip(self.parts, state, strict=True)
         )
         return first, second
-
-    def _signals_for(self, part: Any, target_signals: dict[str, Any]) -> dict[str, Any]:
-        return signals_for(part, self.features, target_signals)

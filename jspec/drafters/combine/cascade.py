@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,16 @@ from jspec.core.keys import positions_from
 from jspec.core.row_ops import prefix_mask, slice_rows, write_rows
 from jspec.core.sampling import TokenCounts, add_tokens, token_probs
 from jspec.core.sharding import vary_like
-from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, TargetView, as_draft, fit_vocabulary, last_tokens, shared_vocabulary
+from jspec.core.types import Draft, PyTree, Verdict, check_count, pytree
+from jspec.drafters.base import Context, Drafter, DraftSource, TargetView
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import as_draft, fit_vocabulary, last_tokens, shared_vocabulary
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import ModelDrafter, as_part
 from jspec.models.kv_cache import KVCache, prefill, whole_tiles
+from jspec.models.llama import Llama
+
+_Caches = tuple[KVCache, PyTree]
 
 
 @pytree
@@ -30,14 +35,14 @@ class _Progress:
     probs: Array
     token_counts: TokenCounts | None
     cache: KVCache
-    small: Any
+    small: PyTree
 
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["middle", "small"], meta_fields=["num_small_draft_tokens"]
 )
 @dataclasses.dataclass(frozen=True)
-class CascadeDrafter:
+class CascadeDrafter(Drafter[_Caches]):
     """A drafter that proposes exactly the tokens of ``ModelDrafter(middle)``, in fewer passes of `middle`.
 
     Its rounds follow the rule "coupled" (`jspec.rules.Coupled`). `middle` draws every token with that token's noise.
@@ -51,8 +56,8 @@ class CascadeDrafter:
         num_small_draft_tokens: the number of tokens that `small` drafts for each pass of `middle`.
     """
 
-    middle: Any
-    small: Any
+    middle: Llama
+    small: DraftSource
     num_small_draft_tokens: int = 3
 
     def __post_init__(self) -> None:
@@ -63,32 +68,35 @@ class CascadeDrafter:
     def vocab_size(self) -> int | None:
         if not hasattr(self.middle, "config"):
             raise TypeError(f"middle is of type {type(self.middle).__name__}; pass a model, such as jspec.load(...).")
-        return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self.small.vocab_size)
+        return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self._small.vocab_size)
 
     @property
     def max_positions(self) -> int:
         longest = self.middle.config.max_position_embeddings
-        return min(longest, getattr(self.small, "max_positions", None) or longest)
+        return min(longest, self._small.max_positions or longest)
 
-    def init(self, tokens: Array, num_slots: int) -> tuple[KVCache, Any]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Caches:
         """Prefill both, reserving slots for the tokens by which the last pass of `middle` may overshoot the draft."""
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
-        return prefill(self.middle, tokens, num_slots), self.small.init(tokens, num_slots)
+        return prefill(self.middle, tokens, num_slots), self._small.init(tokens, num_slots, NO_SIGNALS)
 
     @property
-    def parts(self) -> tuple[Any, Any]:
-        return ModelDrafter(self.middle), self.small
+    def _small(self) -> Drafter[PyTree]:
+        return cast(Drafter[PyTree], self.small)
 
-    def read(self, state: tuple[KVCache, Any], tokens: Array, start: Array, count: Array) -> tuple[KVCache, Any]:
+    @property
+    def parts(self) -> tuple[Drafter[PyTree], Drafter[PyTree]]:
+        return ModelDrafter(self.middle), self._small
+
+    def read(self, state: _Caches, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Caches:
         """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         middle, small = (
-            prefill_chunk(part, own, tokens, start, count) for part, own in zip(self.parts, state, strict=True)
+            prefill_chunk(part, own, tokens, start, count, NO_SIGNALS)
+            for part, own in zip(self.parts, state, strict=True)
         )
         return middle, small
 
-    def propose(
-        self, state: tuple[KVCache, Any], context: Context, num_draft_tokens: int
-    ) -> tuple[Draft, tuple[KVCache, Any]]:
+    def propose(self, state: _Caches, context: Context, num_draft_tokens: int) -> tuple[Draft, _Caches]:
         """Run rounds of `small` and `middle` until every row has its full draft."""
         batch, spare = context.lengths.size, self.num_small_draft_tokens + 1
         progress = _Progress(
@@ -112,7 +120,7 @@ class CascadeDrafter:
         tokens = slice_rows(progress.tokens, context.lengths, num_draft_tokens)
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
-    def commit(self, state: tuple[KVCache, Any], draft: Draft, verdict: Verdict, hidden: Array) -> tuple[KVCache, Any]:
+    def commit(self, state: _Caches, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Caches:
         """Return `state` unchanged: caches roll back with row lengths, and `small` was updated in the inner rounds."""
         return state
 
@@ -131,8 +139,8 @@ class CascadeDrafter:
             target=TargetView(self.middle, progress.cache, context.unread),
             unread=context.unread + 1,
         )
-        guess, small = self.small.propose(progress.small, inner, k)
-        guess = as_draft(self.small, guess, inner, k)
+        guess, small = self._small.propose(progress.small, inner, k)
+        guess = as_draft(self._small, guess, inner, k)
         tokens = write_rows(progress.tokens, guess.tokens, lengths)
         block, start, last = last_tokens(tokens, lengths, context.unread, k)
         hidden, cache = self.middle.forward(block, progress.cache, start)
@@ -150,5 +158,5 @@ class CascadeDrafter:
             probs=write_rows(progress.probs, probs, counts),
             token_counts=None if progress.token_counts is None else add_tokens(progress.token_counts, emitted, kept),
             cache=cache,
-            small=self.small.commit(small, guess, verdict, hidden),
+            small=self._small.commit(small, guess, verdict, TargetSignals(hidden)),
         )

@@ -2,16 +2,16 @@
 """A combination of two drafters: the second one drafts in rows where the first one proposes nothing."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jspec.core.types import Draft, pytree
-from jspec.drafters.base import Context, as_draft, at_most
+from jspec.drafters.base import Context, Drafter, DraftSource, State, kind_of
 from jspec.drafters.capabilities import has_confidence, max_chain_length_of
-from jspec.drafters.combine.base import PairDrafter
+from jspec.drafters.combine.base import Pair, PairDrafter
+from jspec.drafters.drafts import as_draft, at_most
 from jspec.drafters.standalone.ngram import NGramDrafter
 
 
@@ -33,17 +33,18 @@ class FallbackDrafter(PairDrafter):
         """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it can."""
         return any(map(has_confidence, self.parts))
 
-    def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
+    def propose(self, state: Pair, context: Context, num_draft_tokens: int) -> tuple[Draft, Pair]:
         """Return, for each row, the draft of one of the two.
 
         The other one may never have read the tokens that a round commits.
         """
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
-        first, first_state = _propose_padded(self.first, state[0], context, num_draft_tokens)
+        one, other = self.parts
+        first, first_state = _propose_padded(one, state[0], context, num_draft_tokens)
         guessed = first.probs[:, 0].sum(-1) > 0
         if context.budget is not None:
             context = dataclasses.replace(context, budget=jnp.where(guessed, 0, context.budget))
-        second, second_state = _propose_padded(self.second, state[1], context, num_draft_tokens)
+        second, second_state = _propose_padded(other, state[1], context, num_draft_tokens)
 
         def pick(a: Array, b: Array) -> Array:
             return jnp.where(guessed.reshape(-1, *[1] * (a.ndim - 1)), a, b)
@@ -51,7 +52,7 @@ class FallbackDrafter(PairDrafter):
         return jax.tree.map(pick, first, second), (first_state, second_state)
 
 
-def with_lookup_first(drafter: Any) -> FallbackDrafter:
+def with_lookup_first(drafter: DraftSource) -> FallbackDrafter:
     """Return a lookup drafter that matches two or three tokens, with `drafter` as its fallback.
 
     Matches of that length are rarely due to chance.
@@ -59,15 +60,15 @@ def with_lookup_first(drafter: Any) -> FallbackDrafter:
     return FallbackDrafter(NGramDrafter(3, 2), drafter)
 
 
-def _propose_padded(part: Any, state: Any, context: Context, num_draft_tokens: int) -> tuple[Draft, Any]:
+def _propose_padded(part: Drafter[State], state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
     """Return the draft of `part` up to its `max_chain_length`, padded without distributions, and its state."""
-    count = int(min(num_draft_tokens, max_chain_length_of(part)))
+    count = int(min(num_draft_tokens, part.max_chain_length))
     part_context = at_most(context, count)
     draft, state = part.propose(state, part_context, count)
     draft, missing = as_draft(part, draft, part_context, count), num_draft_tokens - count
     if draft.probs is None:
         raise ValueError(
-            f"{type(part).__name__} drafts tokens without distributions, but a FallbackDrafter needs them to "
+            f"{kind_of(part)} drafts tokens without distributions, but a FallbackDrafter needs them to "
             "choose between its parts; give probs."
         )
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))

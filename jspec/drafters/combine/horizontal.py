@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ from jspec.acceptance.path import num_guessed
 from jspec.core.row_ops import write_rows
 from jspec.core.sampling import add_tokens
 from jspec.core.types import Draft, check_count
-from jspec.drafters.base import Context, TargetView, as_draft, at_most
+from jspec.drafters.base import Context, TargetView, kind_of
 from jspec.drafters.capabilities import features_of, max_chain_length_of
-from jspec.drafters.combine.base import PairDrafter
+from jspec.drafters.combine.base import Pair, PairDrafter
+from jspec.drafters.drafts import as_draft, at_most
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["at"])
@@ -37,32 +37,33 @@ class HorizontalDrafter(PairDrafter):
         check_count("at", self.at)
         if features_of(self.second):
             raise TypeError(
-                f"second is of type {type(self.second).__name__}, which reads the target's hidden states, but the "
+                f"second is of type {kind_of(self.second)}, which reads the target's hidden states, but the "
                 "target has none for the tokens that first drafts; use it as first."
             )
 
     @property
     def max_chain_length(self) -> float:
         """The limit of `first` if it is below `at`, and otherwise `at` plus the limit of `second`."""
-        first = max_chain_length_of(self.first)
-        return first if first < self.at else self.at + max_chain_length_of(self.second)
+        first, second = map(max_chain_length_of, self.parts)
+        return first if first < self.at else self.at + second
 
-    def propose(self, state: tuple[Any, Any], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, Any]]:
+    def propose(self, state: Pair, context: Context, num_draft_tokens: int) -> tuple[Draft, Pair]:
         """Return the draft of `first`, followed by the draft of `second`.
 
         Neither has ever read the tokens that the other one drafts.
         """
+        better, cheaper = self.parts
         at = min(self.at, num_draft_tokens)
         rest = num_draft_tokens - at
         context = dataclasses.replace(context, unread=context.unread + rest)
         part_context = at_most(context, at)
-        first, first_state = self.first.propose(state[0], part_context, at)
-        first = as_draft(self.first, first, part_context, at)
+        first, first_state = better.propose(state[0], part_context, at)
+        first = as_draft(better, first, part_context, at)
         if not rest:
             return first, (first_state, state[1])
         behind = _behind(context, first, context.unread + at - rest)
-        second, second_state = self.second.propose(state[1], behind, rest)
-        second = as_draft(self.second, second, behind, rest)
+        second, second_state = cheaper.propose(state[1], behind, rest)
+        second = as_draft(cheaper, second, behind, rest)
         # A draft token cannot follow a token that was not drafted.
         probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
         tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)

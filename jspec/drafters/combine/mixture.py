@@ -3,23 +3,37 @@
 
 import numbers
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol, SupportsFloat, TypeGuard, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jspec.core.tree import Level, Tree
-from jspec.core.types import pytree
-from jspec.drafters.base import Context, fit_vocabulary
-from jspec.drafters.combine.base import PairDrafter
+from jspec.core.types import PyTree, pytree
+from jspec.drafters.base import Context, declared, kind_of
+from jspec.drafters.combine.base import Pair, PairDrafter
+from jspec.drafters.drafts import fit_vocabulary
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 
+class _TokenByToken(Protocol):
+    """The methods that a mixture calls on its parts. See `jspec.drafters.AutoregressiveDrafter`."""
+
+    def begin(self, state: PyTree, context: Context, tree: Tree) -> tuple[Array, PyTree]: ...
+
+    def extend(self, carry: PyTree, tokens: Array, level: Level, context: Context) -> tuple[Array, PyTree]: ...
+
+    def end(self, carry: PyTree) -> PyTree: ...
+
+    def keep(self, state: PyTree, start: Array, path: Array) -> PyTree: ...
+
+
 @pytree
-class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[Any, Any]]):
+class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
     """A drafter that draws every token from ``weight * first + (1 - weight) * second``, of two drafters or models.
 
     The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one of the two
@@ -31,15 +45,14 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
         weight: a number between 0 and 1. It is traced, so changing it does not recompile.
     """
 
-    weight: Any
+    weight: ArrayLike
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("first", "second"):
-            part = getattr(self, name)
-            if hasattr(part, "propose") and not hasattr(part, "extend"):
+        for name, part in zip(("first", "second"), self.parts, strict=True):
+            if declared(part) is part and not part.is_token_by_token:
                 raise TypeError(
-                    f"{name} is of type {type(part).__name__}, which does not provide its distribution token by "
+                    f"{name} is of type {kind_of(part)}, which does not provide its distribution token by "
                     "token, as a mixture needs; use a jspec.drafters.AutoregressiveDrafter, or combine the two "
                     "in a FallbackDrafter."
                 )
@@ -48,9 +61,9 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
             object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
 
     @property
-    def unrolled(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def unrolled(self) -> bool:
         """Whether at least one of the two is unrolled."""
-        return any(getattr(part, "unrolled", False) for part in (self.first, self.second))
+        return any(declared(part).unrolled for part in self.parts)
 
     @property
     def vocab_size(self) -> int | None:
@@ -61,28 +74,27 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
         _check_weight(self.weight)
         return super().vocab_size
 
-    def begin(self, state: tuple[Any, Any], context: Context, tree: Tree) -> tuple[Array, tuple[Any, Any]]:
+    def begin(self, state: Pair, context: Context, tree: Tree) -> tuple[Array, Pair]:
         """Call `begin` on both, and mix their logits."""
         first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
-    def extend(
-        self, carry: tuple[Any, Any], tokens: Array, level: Level, context: Context
-    ) -> tuple[Array, tuple[Any, Any]]:
+    def extend(self, carry: Pair, tokens: Array, level: Level, context: Context) -> tuple[Array, Pair]:
         """Read the tokens with both, regardless of which one proposed them, and mix their logits."""
         first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
-    def end(self, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def end(self, carry: Pair) -> Pair:
         first, second = (part.end(own) for part, own in self._parts(carry))
         return first, second
 
-    def keep(self, state: tuple[Any, Any], start: Array, path: Array) -> tuple[Any, Any]:
+    def keep(self, state: Pair, start: Array, path: Array) -> Pair:
         first, second = (part.keep(own, start, path) for part, own in self._parts(state))
         return first, second
 
-    def _parts(self, states: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        return zip((self.first, self.second), states, strict=True)
+    def _parts(self, states: Pair) -> Iterator[tuple[_TokenByToken, PyTree]]:
+        first, second = (cast(_TokenByToken, part.unwrapped) for part in self.parts)
+        return zip((first, second), states, strict=True)
 
     def _mix(self, first: Array, second: Array, context: Context) -> Array:
         first, second = (fit_vocabulary(part, context.vocab_size) for part in (first, second))
@@ -93,7 +105,7 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[tuple[Any, Any], tuple[A
         return jnp.where(next(silent), second, jnp.where(next(silent), first, mixed))
 
 
-def _check_weight(weight: Any) -> None:
+def _check_weight(weight: object) -> None:
     """Raise ValueError unless `weight` is a number between 0 and 1. A traced `weight` only has to be a scalar."""
     scalar = getattr(weight, "shape", ()) == ()
     if scalar and isinstance(weight, jax.core.Tracer):
@@ -102,5 +114,5 @@ def _check_weight(weight: Any) -> None:
         raise ValueError(f"weight must be one number between 0 and 1; got {weight!r}.")
 
 
-def _is_numeric(value: Any) -> bool:
+def _is_numeric(value: object) -> TypeGuard[SupportsFloat]:
     return not isinstance(value, bool) and isinstance(value, numbers.Real | np.ndarray | jax.Array)

@@ -5,11 +5,12 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from convert.heads import files as head_files
 from convert.json_fields import integer
@@ -17,18 +18,23 @@ from jspec.acceptance.path import at_path, tokens_along
 from jspec.acceptance.walk import is_guess, length_of_prefix
 from jspec.core.row_ops import prefix_mask
 from jspec.core.tree import Tree
-from jspec.core.types import Draft, Verdict, check_count
-from jspec.drafters.base import Context, as_draft, mask_draft, shared_vocabulary
-from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of, signals_for
+from jspec.core.types import Draft, PyTree, Verdict, check_count
+from jspec.drafters.base import Context, Drafter, DraftSource, declared, kind_of
+from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import as_draft, mask_draft, shared_vocabulary
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import ModelDrafter, as_part
+from jspec.models.llama import Llama
+
+_States = tuple[PyTree, ...]
 
 _KIND = "several"  # in config.json
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["drafts"], meta_fields=["num_draft_tokens"])
 @dataclasses.dataclass(frozen=True)
-class MultiDrafter:
+class MultiDrafter(Drafter[_States]):
     """A drafter that drafts one chain with each of several drafters or models. One pass verifies all chains as a tree.
 
     This is SpecInfer's merge-based speculation (Miao et al. 2024, section 3), without the merge. Two chains that start
@@ -45,7 +51,7 @@ class MultiDrafter:
         num_draft_tokens: K, the number of tokens that each of them drafts.
     """
 
-    drafts: Sequence[Any]
+    drafts: Sequence[DraftSource]
     num_draft_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -60,7 +66,7 @@ class MultiDrafter:
         check_count("num_draft_tokens", self.num_draft_tokens)
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+    def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
         """Load drafters that were written by `save`. `dtype` is as for `jspec.load`, and `target` is not used.
 
         Raises:
@@ -78,14 +84,16 @@ class MultiDrafter:
             TypeError: one of the drafters is not a model.
         """
         fields = {"num_drafts": len(self.drafts), "num_draft_tokens": self.num_draft_tokens}
-        for draft in self.drafts:
+        models: list[ModelDrafter] = []
+        for draft in self.parts:
             if not isinstance(draft, ModelDrafter):
                 raise TypeError(
                     "A MultiDrafter can be saved only if all its drafters are models, but one is of type "
-                    f"{type(draft).__name__}; save it by itself."
+                    f"{kind_of(draft)}; save it by itself."
                 )
+            models.append(draft)
         with head_files.new_own(Path(path), _KIND, fields) as directory:
-            for i, draft in enumerate(self.drafts):
+            for i, draft in enumerate(models):
                 draft.save(directory / str(i))
         return Path(path)
 
@@ -97,40 +105,38 @@ class MultiDrafter:
 
     @property
     def vocab_size(self) -> int | None:
-        return shared_vocabulary(type(self).__name__, *(part.vocab_size for part in self.drafts))
+        return shared_vocabulary(type(self).__name__, *(part.vocab_size for part in self.parts))
 
     @property
     def max_positions(self) -> int | None:
         """The smallest of all drafters' limits."""
-        return least(getattr(part, "max_positions", None) for part in self.drafts)
+        return least(declared(part).max_positions for part in self.parts)
 
     @property
     def features(self) -> tuple[int, ...]:
-        return features_of_all(*self.drafts)
+        return features_of_all(*self.parts)
 
     @property
     def num_likeliest(self) -> int:
-        return max(map(num_likeliest_of, self.drafts))
+        return max(map(num_likeliest_of, self.parts))
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        return tuple(self.drafts)
+    def parts(self) -> tuple[Drafter[PyTree], ...]:
+        return cast(tuple[Drafter[PyTree], ...], tuple(self.drafts))
 
-    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, ...]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _States:
         return tuple(
-            part.init(tokens, num_slots, **signals_for(part, self.features, target_signals)) for part in self.drafts
+            part.init(tokens, num_slots, signals.for_part(self.features, features_of(part))) for part in self.parts
         )
 
-    def read(
-        self, state: tuple[Any, ...], tokens: Array, start: Array, count: Array, **target_signals: Any
-    ) -> tuple[Any, ...]:
+    def read(self, state: _States, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _States:
         """Prefill the next piece with all drafters. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return tuple(
-            prefill_chunk(part, own, tokens, start, count, **signals_for(part, self.features, target_signals))
-            for part, own in zip(self.drafts, state, strict=True)
+            prefill_chunk(part, own, tokens, start, count, signals.for_part(self.features, features_of(part)))
+            for part, own in zip(self.parts, state, strict=True)
         )
 
-    def propose(self, state: tuple[Any, ...], context: Context, num_draft_tokens: int) -> tuple[Draft, tuple[Any, ...]]:
+    def propose(self, state: _States, context: Context, num_draft_tokens: int) -> tuple[Draft, _States]:
         """Draft with one drafter after another, each with its own noise.
 
         All but one of them may never have read the tokens that a round commits.
@@ -138,8 +144,8 @@ class MultiDrafter:
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
         drafts: list[Draft] = []
-        states: list[Any] = []
-        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
+        states: list[PyTree] = []
+        for i, (part, own) in enumerate(zip(self.parts, state, strict=True)):
             mine = dataclasses.replace(context, noise=context.noise[:, :, i : i + 1])
             draft, own = part.propose(own, mine, length)
             drafts, states = [*drafts, as_draft(part, draft, mine, length)], [*states, own]
@@ -148,9 +154,7 @@ class MultiDrafter:
         probs = _beside(known) if len(known) == len(drafts) else None
         return Draft(tokens, probs, self.tree, valid), tuple(states)
 
-    def commit(
-        self, state: tuple[Any, ...], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
-    ) -> tuple[Any, ...]:
+    def commit(self, state: _States, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _States:
         """Pass each drafter its own chain; the chain's tokens count as accepted as far as they match the accepted path.
 
         A drafter that reads the target's hidden states needs them for the whole sequence. It receives the accepted path
@@ -161,9 +165,9 @@ class MultiDrafter:
         nodes = jnp.maximum(verdict.path - 1, 0)[..., None]
         probs = None if draft.probs is None else jnp.take_along_axis(draft.probs, nodes, axis=1)
         path = mask_draft(Draft(text[:, :-1], probs, valid=before), before, text[:, :-1])
-        states: list[Any] = []
-        for i, (part, own) in enumerate(zip(self.drafts, state, strict=True)):
-            mine = signals_for(part, self.features, target_signals)
+        states: list[PyTree] = []
+        for i, (part, own) in enumerate(zip(self.parts, state, strict=True)):
+            mine = signals.for_part(self.features, features_of(part), part.num_likeliest)
             if features_of(part):
                 chain, accepted, next_token = path, verdict.num_accepted, verdict.next_token
                 judged = functools.partial(at_path, verdict=verdict)
@@ -172,8 +176,7 @@ class MultiDrafter:
                 accepted = length_of_prefix(is_guess(chain) & (chain.tokens == path.tokens) & before)
                 next_token = jnp.take_along_axis(text, accepted[:, None], axis=1)[:, 0]
                 judged = functools.partial(_judged, which=i, count=len(self.drafts))
-            mine |= {name: judged(mine[name]) for name in ("features", "likeliest") if name in mine}
-            states.append(part.commit(own, chain, Verdict(accepted, next_token), judged(hidden), **mine))
+            states.append(part.commit(own, chain, Verdict(accepted, next_token), mine.map(judged)))
         return tuple(states)
 
 

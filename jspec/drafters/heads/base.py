@@ -1,7 +1,7 @@
-# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+# pyright: strict, reportUnknownMemberType=false
 """Base classes for drafters that have trained heads on the target's last hidden state, beside the target's own."""
 
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,7 +11,9 @@ from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import where_read
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.models.llama import Llama
 
 
 @pytree
@@ -36,7 +38,6 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     """
 
     features = (-1,)
-    max_positions = None
 
     @property
     def num_heads(self) -> int:
@@ -59,18 +60,17 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         """
         raise NotImplementedError
 
-    def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> LastState:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> LastState:
         """Return the state at each prompt's second-to-last token, because no token follows the last one yet."""
+        (features, target), lengths = signals.states(), signals.known_lengths
         check_hidden_size(type(self).__name__, self.hidden_size, target)
         before = jnp.maximum(lengths - 2, 0)[:, None, None]
         return LastState(jnp.take_along_axis(features[:, :, 0], before, axis=1)[:, 0], lengths > 1)
 
-    def read(
-        self, state: LastState, tokens: Array, start: Array, count: Array, *, features: Array, target: Any
-    ) -> LastState:
+    def read(self, state: LastState, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> LastState:
         """Return the state at the last token of a piece. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         last = jnp.maximum(count - 1, 0)[:, None, None]
-        hidden = jnp.take_along_axis(features[:, :, 0], last, axis=1)[:, 0]
+        hidden = jnp.take_along_axis(signals.states()[0][:, :, 0], last, axis=1)[:, 0]
         return where_read(count, LastState(hidden, jnp.ones_like(state.known)), state)
 
     def begin(self, state: LastState, context: Context, tree: Tree) -> tuple[Array, tuple[LastState, Array]]:
@@ -87,18 +87,17 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
     def end(self, carry: tuple[LastState, Array]) -> LastState:
         return carry[0]
 
-    def commit(
-        self, state: LastState, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
-    ) -> LastState:
+    def commit(self, state: LastState, draft: Draft, verdict: Verdict, signals: TargetSignals) -> LastState:
         """Return the state after the last accepted token."""
         last = verdict.num_accepted[:, None, None]
-        return LastState(jnp.take_along_axis(at_path(hidden, verdict), last, axis=1)[:, 0], jnp.ones_like(state.known))
+        hidden = jnp.take_along_axis(at_path(signals.hidden, verdict), last, axis=1)[:, 0]
+        return LastState(hidden, jnp.ones_like(state.known))
 
 
 class ParallelHeadsDrafter(HeadsDrafter):
     """A drafter whose heads read only the state, so a token's distribution depends only on its depth."""
 
-    def logits(self, x: Array, target: Any, depth: int) -> Array:
+    def logits(self, x: Array, target: Llama, depth: int) -> Array:
         """Return the first `depth` heads' logits ``float32[B, S, depth, V]`` for normalised states ``[B, S, E]``."""
         raise NotImplementedError
 
@@ -121,7 +120,7 @@ def at_depth(logits: Array, level: Level, tokens: Array) -> Array:
     return jnp.broadcast_to(here, (*tokens.shape, here.shape[-1]))
 
 
-def check_hidden_size(user: str, size: int, target: Any) -> None:
+def check_hidden_size(user: str, size: int, target: Llama) -> None:
     """Raise ValueError unless the target's hidden size is the one that `user` was made for."""
     if size != target.config.hidden_size:
         raise ValueError(

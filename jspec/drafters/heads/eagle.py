@@ -1,11 +1,12 @@
-# pyright: strict, reportUnknownMemberType=false
+# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
 """EAGLE: a trained layer that reads the target's hidden states, and drafts onward from its own states."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jspec.acceptance.path import at_path, tokens_along
 from jspec.core.tree import Branches, Level, Tree
@@ -14,8 +15,10 @@ from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import where_read
 from jspec.drafters.heads import eagle_weights
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, enlarged
+from jspec.models.llama import Llama
 
 
 @pytree
@@ -47,11 +50,10 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         head: a `jspec.drafters.heads.eagle_module.Eagle`.
     """
 
-    head: Any
-    max_positions = None
+    head: Eagle
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+    def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
         """Load a head from config.json and safetensors, in the layout of EAGLE, SpecForge, SGLang or speculators.
 
         Args:
@@ -101,16 +103,14 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             )
         return self.head
 
-    # This method takes more arguments than in other drafters (`jspec.drafters.base.AskingDrafter`).
-    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any
-    ) -> _Read:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Read:
         """Prefill the prompts with the target's states.
 
         Raises:
             ValueError: the head was made for a target of different sizes.
         """
         head, batch = self._head, len(tokens)
+        (features, target), lengths = signals.states(), signals.known_lengths
         check_target_of(head.config, target)
         cache = head.new_cache(batch, num_slots)
         states = jnp.zeros((batch, 1, head.config.layer.hidden_size), head.dtype)
@@ -122,9 +122,9 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             states = jnp.take_along_axis(found, jnp.maximum(lengths - 2, 0)[:, None, None], axis=1)
         return _Read(cache, states, lengths > 1, lengths)
 
-    def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
+    def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
         """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        head = self._head
+        head, (features, target) = self._head, signals.states()
         pairs = head.embed(tokens[:, 1:], target), head.fuse(features, target)
         found, cache = head.forward(*pairs, state.cache, start)
         states = jnp.take_along_axis(found, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
@@ -148,11 +148,9 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     def end(self, carry: _Read) -> _Read:
         return _Read(carry.cache, carry.states[:, :1], carry.known, carry.lengths)
 
-    def commit(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
-    ) -> _Read:
+    def commit(self, state: _Read, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Read:
         """Read the new tokens with the target's states, overwriting the slots that the draft filled."""
-        head = self._head
+        head, (features, target) = self._head, signals.states()
         pairs = head.embed(tokens_along(draft, verdict), target), head.fuse(at_path(features, verdict), target)
         found, cache = head.forward(*pairs, state.cache, state.lengths - 1)
         states = jnp.take_along_axis(found, verdict.num_accepted[:, None, None], axis=1)

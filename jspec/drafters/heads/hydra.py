@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Hydra: Medusa-like heads, each of which also reads the tokens that the preceding heads have drafted."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jspec.drafters.heads.base import HeadsDrafter, LastState
 from jspec.drafters.heads.medusa import ResBlock
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.models.layers import Embed, Linear
+from jspec.models.llama import Llama
 
 
 class HydraHead(nnx.Module):
@@ -40,7 +41,7 @@ class HydraHead(nnx.Module):
         self.lm_head = Embed(config.vocab_size, size, dtype, rngs) if own_head else None
         self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype)) if own_head else None
 
-    def __call__(self, z: Array, target: Any) -> Array:
+    def __call__(self, z: Array, target: Llama) -> Array:
         """Return ``float32[B, S, V]`` for ``z[B, S, (n + 1) E]``.
 
         `z` starts with the state after the target's final norm.
@@ -77,7 +78,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
 
     @classmethod
     def untrained(
-        cls, target: Any, num_heads: int = 4, num_blocks: int = 1, own_head: bool = True, *, rngs: nnx.Rngs
+        cls, target: Llama, num_heads: int = 4, num_blocks: int = 1, own_head: bool = True, *, rngs: nnx.Rngs
     ) -> "HydraDrafter":
         """Return a drafter with random heads, to train for `target` or to fill with weights.
 

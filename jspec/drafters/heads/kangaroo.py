@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,13 @@ from jspec.core.types import Draft, Verdict, check_count, pytree
 from jspec.drafters.base import Context
 from jspec.drafters.heads.base import check_hidden_size
 from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.early_exit import check_layers, run_layers
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache, enlarged
 from jspec.models.layers import RMSNorm, add_and_norm
+from jspec.models.llama import Llama
 from jspec.models.rope import rope_tables
 
 _ATTENTION = (
@@ -109,7 +111,6 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     adapter: Adapter
     num_layers: int
     vocab_size = None
-    max_positions = None
     KIND = "kangaroo"
     SIZES: ClassVar[dict[str, type]] = {"num_layers": int}
 
@@ -117,7 +118,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         check_count("num_layers", self.num_layers)
 
     @classmethod
-    def untrained(cls, target: Any, num_layers: int, *, rngs: nnx.Rngs) -> "KangarooDrafter":
+    def untrained(cls, target: Llama, num_layers: int, *, rngs: nnx.Rngs) -> "KangarooDrafter":
         """Return a drafter with a random adapter, to train for `target` or to fill with weights."""
         return cls(Adapter(target.config, target.dtype, rngs), num_layers)
 
@@ -130,8 +131,9 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     def features(self) -> tuple[int, ...]:
         return (self.num_layers,)
 
-    def init(self, tokens: Array, num_slots: int, *, features: Array, lengths: Array, target: Any) -> _Read:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Read:
         """Prefill the adapter with the target's states over the prompts."""
+        features, target = signals.states()
         check_layers(target, type(self).__name__)
         check_hidden_size(type(self).__name__, self.adapter.config.hidden_size, target)
         batch, width = tokens.shape
@@ -139,9 +141,9 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         _, read = self.adapter(features[:, :, 0], self.adapter.new_cache(batch, width), start)
         return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
 
-    def read(self, state: _Read, tokens: Array, start: Array, count: Array, *, features: Array, target: Any) -> _Read:
+    def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
         """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        return _Read(self.adapter(features[:, :, 0], state.cache, start)[1], state.start)
+        return _Read(self.adapter(signals.states()[0][:, :, 0], state.cache, start)[1], state.start)
 
     def begin(self, state: _Read, context: Context, tree: Tree) -> tuple[Array, _Drafting]:
         """Read the last token, which the target has not read yet."""
@@ -157,16 +159,15 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
     def end(self, carry: _Drafting) -> _Read:
         return _Read(carry.cache, carry.start)
 
-    def commit(
-        self, state: _Read, draft: Draft, verdict: Verdict, hidden: Array, *, features: Array, target: Any
-    ) -> _Read:
+    def commit(self, state: _Read, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Read:
         """Read the target's states at the accepted tokens with the adapter.
 
         Other slots are overwritten before they are read. The accepted tokens' slots change only by rounding, with three
         exceptions: a chain's last token, which the adapter has not read; tokens that had another place in a tree; and
         tokens that another drafter proposed.
         """
-        _, cache = self.adapter(at_path(features, verdict)[:, :, 0], state.cache, state.start)
+        read = at_path(signals.states()[0], verdict)[:, :, 0]
+        _, cache = self.adapter(read, state.cache, state.start)
         return dataclasses.replace(state, cache=cache)
 
     def _read(

@@ -3,7 +3,7 @@
 
 import functools
 import numbers
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import NoPrefill
 from jspec.drafters.heads.base import at_depth
 from jspec.drafters.heads.own_files import InOwnFiles
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
+from jspec.models.llama import Llama
 
 
 @pytree
@@ -40,7 +42,6 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
     """A chain of the tokens that the target predicts at the positions of the vectors."""
 
     vocab_size = None
-    max_positions = None
 
     def begin(self, state: _Ahead, context: Context, tree: Tree) -> tuple[Array, tuple[_Ahead, Array]]:
         model = context.target.model
@@ -57,7 +58,7 @@ class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
 
 
 @pytree
-class PassDrafter(InOwnFiles, NoPrefill):
+class PassDrafter(InOwnFiles, NoPrefill[_Ahead]):
     """A drafter that uses the target's own predictions for the M positions after the next token.
 
     The target reads trained vectors at these positions. Only these look-ahead embeddings are trained (Monea et al.
@@ -72,12 +73,11 @@ class PassDrafter(InOwnFiles, NoPrefill):
 
     embeddings: Array
     vocab_size = None
-    max_positions = None
     KIND = "pass"
     SIZES: ClassVar[dict[str, type]] = {"num_vectors": int}
 
     @classmethod
-    def untrained(cls, target: Any, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
+    def untrained(cls, target: Llama, num_vectors: int = 2, *, rngs: nnx.Rngs) -> "PassDrafter":
         """Return a drafter whose vectors are initialised to the mean of all embeddings plus a little noise."""
         check_count("num_vectors", num_vectors)
         weight = target.embed_tokens.wide()
@@ -85,7 +85,7 @@ class PassDrafter(InOwnFiles, NoPrefill):
         return cls((weight.mean(axis=1) + noise).astype(target.dtype))
 
     @classmethod
-    def of_token(cls, target: Any, token_id: int, count: int) -> "PassDrafter":
+    def of_token(cls, target: Llama, token_id: int, count: int) -> "PassDrafter":
         """Return a drafter whose `count` vectors all equal the target's embedding of one token, such as padding.
 
         It needs no training.
@@ -107,7 +107,7 @@ class PassDrafter(InOwnFiles, NoPrefill):
         """A chain of M draft tokens, then a chain of vectors after the last token and after each of the M nodes."""
         return _layout(len(self.embeddings))[0]
 
-    def init(self, tokens: Array, num_slots: int) -> _Ahead:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Ahead:
         """Return an empty state: the prompt has no vectors."""
         hidden = jnp.zeros((len(tokens), *self.embeddings.shape), jnp.float32)
         return _Ahead(hidden, jnp.zeros(len(tokens), bool))
@@ -121,11 +121,11 @@ class PassDrafter(InOwnFiles, NoPrefill):
         tokens = jnp.concatenate([guesses.tokens, vectors], axis=1)
         return Draft(tokens, jnp.pad(guesses.probs, ((0, 0), (0, nodes.size), (0, 0))), tree), state
 
-    def commit(self, state: _Ahead, draft: Draft, verdict: Verdict, hidden: Array) -> _Ahead:
+    def commit(self, state: _Ahead, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Ahead:
         """Return the target's states at the vectors after the last accepted token."""
         assert verdict.path is not None, "rules that do not support trees are rejected"
         vectors = jnp.asarray(_layout(len(self.embeddings))[1])[end_of(verdict.num_accepted, verdict.path)]
-        ahead = jnp.take_along_axis(hidden, vectors[..., None], axis=1)
+        ahead = jnp.take_along_axis(signals.hidden, vectors[..., None], axis=1)
         return _Ahead(ahead.astype(jnp.float32), jnp.ones_like(state.known))
 
 

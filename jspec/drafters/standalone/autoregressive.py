@@ -13,7 +13,9 @@ from jspec.core.sampling import TokenCounts, add_tokens, token_probs
 from jspec.core.sharding import vary_like
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, pytree
-from jspec.drafters.base import Context, State, Stateless, fit_vocabulary
+from jspec.drafters.base import Context, State, Stateless
+from jspec.drafters.declared import default
+from jspec.drafters.drafts import fit_vocabulary
 
 Carry = TypeVar("Carry")
 
@@ -32,20 +34,22 @@ _Carried = tuple[Carry, _Drawn]
 _Loop = tuple[Array | int, _Carried[Carry], tuple[Array, Array]]
 
 
-class AutoregressiveDrafter(Stateless, Generic[State, Carry]):
+class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
     """A base class for drafters whose `begin` and `extend` return the distribution of the next token.
 
     `propose` draws a chain from these distributions, and `jspec.TreeDrafter` draws a tree. `carry`, a pytree, is the
     drafter's memory within a draft. A drafter that also keeps a state between rounds defines its own `init`, `end` and
     `keep`. For a type checker, ``AutoregressiveDrafter[State, Carry]`` declares the types of both; an empty state is
     ``tuple[()]``.
-
-    Attributes:
-        unrolled: whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with
-            it. This suits a small number of steps that differ. All steps then run, whatever the row's draft length.
     """
 
-    unrolled = False
+    @default
+    def unrolled(self) -> bool:
+        """Whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with it.
+
+        This suits a small number of steps that differ. All steps then run, whatever the row's draft length.
+        """
+        return False
 
     def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
         """Return the next token's logits ``[B, V]``, and a carry with space for a draft of shape `tree`.
@@ -98,11 +102,10 @@ def _should_draft(logits: Array, context: Context) -> Array:
 
     The decision depends only on the row's distribution and not on a drawn token, so no draft is ever discarded.
     """
-    should_draft = getattr(context.draft_length, "should_draft", None)
-    if should_draft is None:
+    if context.draft_length is None or not context.draft_length.may_skip:
         return jnp.ones(context.lengths.size, bool)
     confidence = jax.nn.softmax(fit_vocabulary(logits, context.vocab_size).astype(jnp.float32)).max(-1)
-    return should_draft(context.length_state, confidence)
+    return context.draft_length.should_draft(context.length_state, confidence)
 
 
 def _draw(

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,8 @@ from jax import Array
 
 from jspec.core.tree import Branches, Level, Tree
 from jspec.core.types import check_count
-from jspec.drafters.base import Context, last_tokens
+from jspec.drafters.base import Context
+from jspec.drafters.drafts import last_tokens
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache
 
@@ -35,7 +35,6 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
     num_layers: int
     skipped: tuple[int, ...] = ()
     vocab_size = None
-    max_positions = None
 
     def __post_init__(self) -> None:
         check_count("num_layers", self.num_layers)
@@ -102,7 +101,7 @@ def run_layers(
     return view.model.forward(tokens, own, at, layers=layers, past=(view.cache, start), **Branches.argument(branches))
 
 
-def check_layers(model: Any, user: str) -> None:
+def check_layers(model: object, user: str) -> None:
     """Raise TypeError unless `model` has layers that can be run one by one, as `user` requires."""
     if not hasattr(model, "layers"):
         raise TypeError(

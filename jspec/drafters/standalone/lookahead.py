@@ -12,8 +12,10 @@ from jax import Array, lax
 from jspec.core.keys import positions_from
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, one_hot_draft
+from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import NoPrefill
+from jspec.drafters.drafts import one_hot_draft
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
 # The number of n-grams that a row stores: those of about 800 rounds with a window of 5.
@@ -37,7 +39,7 @@ class _State:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["window", "ngram", "guesses"])
 @dataclasses.dataclass(frozen=True)
-class LookaheadDrafter(NoPrefill):
+class LookaheadDrafter(NoPrefill[_State]):
     """A drafter without a model: it drafts the target's own predictions for positions beyond the end of the sequence.
 
     In Fu et al. 2024, the pass that verifies also reads a window of tokens, N - 1 at each of the next W positions.
@@ -59,7 +61,6 @@ class LookaheadDrafter(NoPrefill):
     ngram: int = 3
     guesses: int = 5
     vocab_size = None
-    max_positions = None
     num_likeliest = 1
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class LookaheadDrafter(NoPrefill):
         """The draft, then the window: a chain of its first row, with the rest of each column after its first token."""
         return _layout(self)[0]
 
-    def init(self, tokens: Array, num_slots: int) -> _State:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _State:
         """Return an empty window and an empty pool."""
         rows = max(self.window, min(_POOL, num_slots * self.window))
         window = jnp.full((len(tokens), self.ngram - 1, self.window), -1, jnp.int32)
@@ -106,12 +107,13 @@ class LookaheadDrafter(NoPrefill):
         tokens, guessed = trie(_branches(self), followed, found)
         return jnp.where(guessed, tokens, 0), guessed
 
-    def commit(self, state: _State, draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array) -> _State:
+    def commit(self, state: _State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _State:
         """Add the window's columns, with the predictions after them, to the pool, and advance the window.
 
         The window advances by as many tokens as the sequence.
         """
-        newest = likeliest[:, _layout(self)[1][-1], 0]
+        assert signals.likeliest is not None, "the drafter has num_likeliest"
+        newest = signals.likeliest[:, _layout(self)[1][-1], 0]
         columns = jnp.concatenate([state.window, newest[:, None]], axis=1)
         grams = jnp.swapaxes(columns, 1, 2)
         again = (state.pool[:, :, None] == grams[:, None]).all(-1).any(-1)  # keep these only once

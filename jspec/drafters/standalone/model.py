@@ -2,15 +2,19 @@
 """A separate, smaller language model as the drafter, with its own KV cache."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jspec.core.tree import Branches, Level, Tree
-from jspec.core.types import Draft, Verdict, pytree
-from jspec.drafters.base import Context, last_tokens, own_tree
+from jspec.core.types import Draft, PyTree, Verdict, pytree
+from jspec.drafters.base import Context, Drafter, declared, kind_of, own_tree
 from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.drafts import last_tokens
+from jspec.drafters.duck_typed import adapted
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, keep, prefill
 from jspec.models.llama import Llama
@@ -25,10 +29,10 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         model: any `jspec.Llama` with the target's vocabulary.
     """
 
-    model: Any
+    model: Llama
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+    def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
         """Load the model from a directory or a hub id, as `jspec.load` does; `target` is not used."""
         return cls(load(path, dtype))
 
@@ -55,11 +59,11 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     def max_positions(self) -> int:
         return self.model.config.max_position_embeddings
 
-    def init(self, tokens: Array, num_slots: int) -> KVCache:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> KVCache:
         """Prefill the prompts into a cache with `num_slots` slots."""
         return prefill(self.model, tokens, num_slots)
 
-    def read(self, state: KVCache, tokens: Array, start: Array, count: Array) -> KVCache:
+    def read(self, state: KVCache, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> KVCache:
         """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return self.model.forward(tokens[:, :-1], state, start)[1]
 
@@ -85,25 +89,29 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     def keep(self, state: KVCache, start: Array, path: Array) -> KVCache:
         return keep(state, start, path)
 
-    def commit(self, state: KVCache, draft: Draft, verdict: Verdict, hidden: Array) -> KVCache:
+    def commit(self, state: KVCache, draft: Draft, verdict: Verdict, signals: TargetSignals) -> KVCache:
         """Return `state` unchanged: the cache rolls back with the row's length."""
         return state
 
 
-def as_drafter(draft: Any) -> Any:
-    """Return `draft` as a drafter, wrapping a model in a `ModelDrafter`; raise TypeError if `draft` is a class."""
+def as_drafter(draft: object) -> Drafter[PyTree]:
+    """Return what a caller passes as a draft as a `Drafter`: a model in a `ModelDrafter`, another object in an adapter.
+
+    Raises:
+        TypeError: `draft` is a class.
+    """
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an instance of it, such as {draft.__name__}(...).")
-    return ModelDrafter(draft) if isinstance(draft, Llama) else draft
+    return ModelDrafter(draft) if isinstance(draft, Llama) else adapted(draft)
 
 
-def positions(target: Any, draft: Any) -> int:
+def positions(target: Llama, draft: object) -> int:
     """Return the largest number of tokens, prompt included, that a sequence may have."""
-    limits = target.config.max_position_embeddings, getattr(as_drafter(draft), "max_positions", None)
-    return min(limit for limit in limits if limit is not None)
+    longest, limit = target.config.max_position_embeddings, declared(as_drafter(draft)).max_positions
+    return longest if limit is None else min(longest, limit)
 
 
-def as_part(name: str, draft: Any, forwards_signals: bool = False) -> Any:
+def as_part(name: str, draft: object, forwards_signals: bool = False) -> Drafter[PyTree]:
     """Return `draft` as a drafter that can be part of a combined chain drafter, which calls it `name`.
 
     Args:
@@ -115,13 +123,13 @@ def as_part(name: str, draft: Any, forwards_signals: bool = False) -> Any:
     drafter = as_drafter(draft)
     if own_tree(drafter) is not None:
         raise TypeError(
-            f"{name} is of type {type(drafter).__name__}, which drafts a tree, but only chains can be combined; "
+            f"{name} is of type {kind_of(drafter)}, which drafts a tree, but only chains can be combined; "
             "pass a chain drafter, such as the one that draws the tree's tokens."
         )
     embeds = embeddings_of(drafter) is not None
     if embeds or (not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))):
         raise TypeError(
-            f"{name} is of type {type(drafter).__name__}, which needs more from the target than tokens, but a "
+            f"{name} is of type {kind_of(drafter)}, which needs more from the target than tokens, but a "
             f"{'combined drafter' if embeds else 'CascadeDrafter'} does not pass it on; use it by itself"
             f"{'' if embeds else ', or in a FallbackDrafter'}."
         )

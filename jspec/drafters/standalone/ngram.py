@@ -11,12 +11,13 @@ from jax import Array, lax
 
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, check_count
-from jspec.drafters.base import Context, Stateless, as_tree, one_hot_draft
+from jspec.drafters.base import Context, Stateless, as_tree
+from jspec.drafters.drafts import one_hot_draft
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram", "tree"])
 @dataclasses.dataclass(frozen=True)
-class NGramDrafter(Stateless):
+class NGramDrafter(Stateless[tuple[()]]):
     """A drafter that finds the longest earlier match of the row's last tokens and copies the tokens after it.
 
     If several matches are equally long, the most recent one is used. A match may run into the draft, so periodic text
@@ -39,7 +40,6 @@ class NGramDrafter(Stateless):
     min_ngram: int = 1
     tree: Tree | None = None
     vocab_size = None
-    max_positions = None
 
     def __post_init__(self) -> None:
         for name in ("max_ngram", "min_ngram"):

@@ -11,8 +11,10 @@ from jax import Array
 from jspec.acceptance.walk import is_guess
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, one_hot_draft
+from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import NoPrefill
+from jspec.drafters.drafts import one_hot_draft
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.theory.tree_yield import best_tree
 
 # The rough frequency with which the target's token had each rank, in 96 rounds of SmolLM2's greedy answers.
@@ -37,7 +39,7 @@ class _Table:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_nodes"])
 @dataclasses.dataclass(frozen=True)
-class TokenRecyclingDrafter(NoPrefill):
+class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
     """A tree drafter without a model: after a token it drafts the tokens that the target last ranked highest there.
 
     In Luo et al. 2024, every pass of the target returns the eight most likely tokens after each node of the tree,
@@ -55,7 +57,6 @@ class TokenRecyclingDrafter(NoPrefill):
 
     num_nodes: int = 32
     vocab_size = None
-    max_positions = None
     num_likeliest = len(_ACCEPTANCE)
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class TokenRecyclingDrafter(NoPrefill):
         """The tree with the highest yield at the measured acceptance rate of each rank."""
         return _best(int(self.num_nodes))
 
-    def init(self, tokens: Array, num_slots: int) -> tuple[_Table, Array]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> tuple[_Table, Array]:
         """Return an empty table, and the token at node 0 of the last tree, ``int32[B]``."""
         nodes = self.tree.size + 1
         rows = len(tokens), max(nodes, min(_ROWS, num_slots * nodes))
@@ -94,9 +95,11 @@ class TokenRecyclingDrafter(NoPrefill):
         )
 
     def commit(
-        self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, hidden: Array, *, likeliest: Array
+        self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, signals: TargetSignals
     ) -> tuple[_Table, Array]:
         """Insert the rows of all nodes before those of earlier rounds. If nodes share a token, the first one counts."""
+        likeliest = signals.likeliest
+        assert likeliest is not None, "the drafter has num_likeliest"
         table, last = state
         tokens = jnp.concatenate([last[:, None], jnp.where(is_guess(draft), draft.tokens, -1)], axis=1)
         missing = self.num_likeliest - likeliest.shape[-1]  # if the vocabulary is small

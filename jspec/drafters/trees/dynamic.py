@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,22 @@ from jax import Array, lax
 
 from jspec.core.probs import foreseen
 from jspec.core.sampling import token_probs, without_filters
-from jspec.core.tree import Branches, DynamicTree, Level
-from jspec.core.types import Draft, Verdict, check_count, pytree
-from jspec.drafters.base import Context, fit_vocabulary
+from jspec.core.tree import Branches, DynamicTree, Level, Tree
+from jspec.core.types import Draft, PyTree, Verdict, check_count, pytree
+from jspec.drafters.base import Context, DraftSource
 from jspec.drafters.capabilities import WrapperDrafter
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import fit_vocabulary
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
+from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.trees.static import as_branching
 from jspec.models.kv_cache import whole_tiles
 
 # The confidence that the target draws the same token as the draft. Both draw with the same noise, from distributions
 # that differ slightly. The value is not tuned; `python -m bench trees` measures trees with it.
 _SHARPNESS = 2.0
+
+_State = tuple[PyTree, Array, Array]
 
 
 @pytree
@@ -45,7 +50,7 @@ class _Pool:
     jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["num_nodes", "max_depth", "width"]
 )
 @dataclasses.dataclass(frozen=True)
-class DynamicTreeDrafter(WrapperDrafter):
+class DynamicTreeDrafter(WrapperDrafter[_State]):
     """A tree drafter that searches with `draft`, in every round and row, for the `num_nodes` most likely nodes.
 
     The search goes level by level. Among the children of `width` nodes, the `width` most likely ones are read next (Li
@@ -60,10 +65,14 @@ class DynamicTreeDrafter(WrapperDrafter):
         width: the number of nodes per level that `draft` reads, in one pass per level.
     """
 
-    draft: Any
+    draft: DraftSource
     num_nodes: int
     max_depth: int
     width: int = 8
+
+    @property
+    def inner(self) -> AutoregressiveDrafter[PyTree, PyTree]:
+        return cast(AutoregressiveDrafter[PyTree, PyTree], self.draft)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", as_branching(self.draft))
@@ -86,28 +95,25 @@ class DynamicTreeDrafter(WrapperDrafter):
         """The size and depth of every tree."""
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
-    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, Array, Array]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _State:
         """Return the state of `draft`, the start of the last tree ``int32[B]``, and the slot of each of its nodes."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
         return (
-            self.draft.init(tokens, whole_tiles(num_slots + more), **target_signals),
+            self.inner.init(tokens, whole_tiles(num_slots + more), signals),
             jnp.zeros(batch, jnp.int32),
             slots,
         )
 
-    def read(
-        self, state: tuple[Any, Array, Array], tokens: Array, start: Array, count: Array, **target_signals: Any
-    ) -> tuple[Any, Array, Array]:
+    def read(self, state: _State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _State:
         """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        return prefill_chunk(self.draft, state[0], tokens, start, count, **target_signals), *state[1:]
+        return prefill_chunk(self.inner, state[0], tokens, start, count, signals), *state[1:]
 
-    def propose(
-        self, state: tuple[Any, Array, Array], context: Context, num_draft_tokens: int
-    ) -> tuple[Draft, tuple[Any, Array, Array]]:
+    def propose(self, state: _State, context: Context, num_draft_tokens: int) -> tuple[Draft, _State]:
         """Search, then draft the most likely of all nodes that the search found."""
         batch, width = context.lengths.size, self.width
-        logits, carry = self.draft.begin(state[0], context, DynamicTree(None, width * self.max_depth, self.max_depth))
+        room = cast(Tree, DynamicTree(None, width * self.max_depth, self.max_depth))  # `begin` reads its size and depth
+        logits, carry = self.inner.begin(state[0], context, room)
         logits, scores = logits[:, None], jnp.zeros((batch, 1), jnp.float32)
         seen, read, beams = jnp.ones((batch, 1, 1), bool), jnp.zeros((batch, 0), jnp.int32), jnp.full((batch, 1), -1)
         pools: list[_Pool] = []
@@ -130,19 +136,17 @@ class DynamicTreeDrafter(WrapperDrafter):
             seen = jnp.concatenate([jnp.take_along_axis(seen, parents[..., None], axis=1), own], axis=2)
             read = jnp.concatenate([read, newest], axis=1)
             branches = Branches(jnp.full(best.shape, depth + 1), seen)
-            logits, carry = self.draft.extend(carry, newest, Level(depth + 1, parents, branches), context)
+            logits, carry = self.inner.extend(carry, newest, Level(depth + 1, parents, branches), context)
         draft, slots = self._likeliest(jax.tree.map(_joined, *pools))
-        return draft, (self.draft.end(carry), context.lengths - 1, slots)
+        return draft, (self.inner.end(carry), context.lengths - 1, slots)
 
-    def commit(
-        self, state: tuple[Any, Array, Array], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
-    ) -> tuple[Any, Array, Array]:
+    def commit(self, state: _State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _State:
         """Keep only the accepted path in the state that `draft` has of its search."""
         inner, start, slots = state
         assert verdict.path is not None, "rules that do not support trees are rejected"
         # A node that was not read is the last one on its path, and will be read later.
-        inner = self.draft.keep(inner, start, _at(slots, verdict.path))
-        return self.draft.commit(inner, draft, verdict, hidden, **target_signals), start, slots
+        inner = self.inner.keep(inner, start, _at(slots, verdict.path))
+        return self.inner.commit(inner, draft, verdict, signals), start, slots
 
     def _log_probs(self, logits: Array, depth: int, read: Array, seen: Array, context: Context) -> Array:
         """Return the log-probability ``[B, S, V]`` that the target draws each token after each node of a level."""

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,19 @@ from jax import Array
 from jspec.core.probs import sample_with_noise
 from jspec.core.sampling import token_probs, without_filters
 from jspec.core.tree import Tree
-from jspec.core.types import Draft, Verdict
-from jspec.drafters.base import Context, as_tree, fit_vocabulary
+from jspec.core.types import Draft, PyTree, Verdict
+from jspec.drafters.base import Context, Drafter, DraftSource, as_tree, kind_of
 from jspec.drafters.capabilities import WrapperDrafter
 from jspec.drafters.chunked_prefill import prefill_chunk
+from jspec.drafters.drafts import fit_vocabulary
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.model import as_drafter
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
-class TreeDrafter(WrapperDrafter):
+class TreeDrafter(WrapperDrafter[tuple[PyTree, Array]]):
     """A fixed-shape tree drafter: it draws each node's children from the distribution of `draft` at that node.
 
     Children are drawn one after another. Each is drawn from the distribution without the tokens of its earlier
@@ -39,9 +41,13 @@ class TreeDrafter(WrapperDrafter):
             available under "coupled".
     """
 
-    draft: Any
+    draft: DraftSource
     tree: Tree
     replacement: bool = False
+
+    @property
+    def inner(self) -> AutoregressiveDrafter[PyTree, PyTree]:
+        return cast(AutoregressiveDrafter[PyTree, PyTree], self.draft)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", as_branching(self.draft))
@@ -49,37 +55,37 @@ class TreeDrafter(WrapperDrafter):
         if not isinstance(self.replacement, bool):
             raise TypeError(f"replacement must be True or False; got {self.replacement!r}.")
 
-    def init(self, tokens: Array, num_slots: int, **target_signals: Any) -> tuple[Any, Array]:
+    def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> tuple[PyTree, Array]:
         """Return the state of `draft`, and the start of the last tree, ``int32[B]``."""
-        return self.draft.init(tokens, num_slots, **target_signals), jnp.zeros(len(tokens), jnp.int32)
+        return self.inner.init(tokens, num_slots, signals), jnp.zeros(len(tokens), jnp.int32)
 
     def read(
-        self, state: tuple[Any, Array], tokens: Array, start: Array, count: Array, **target_signals: Any
-    ) -> tuple[Any, Array]:
+        self, state: tuple[PyTree, Array], tokens: Array, start: Array, count: Array, signals: PromptSignals
+    ) -> tuple[PyTree, Array]:
         """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
-        return prefill_chunk(self.draft, state[0], tokens, start, count, **target_signals), state[1]
+        return prefill_chunk(self.inner, state[0], tokens, start, count, signals), state[1]
 
     def propose(
-        self, state: tuple[Any, Array], context: Context, num_draft_tokens: int
-    ) -> tuple[Draft, tuple[Any, Array]]:
+        self, state: tuple[PyTree, Array], context: Context, num_draft_tokens: int
+    ) -> tuple[Draft, tuple[PyTree, Array]]:
         """Draft level by level: read one level in a single pass of `draft`, then draw the next level."""
         tree = self.tree
-        logits, carry = self.draft.begin(state[0], context, tree)
+        logits, carry = self.inner.begin(state[0], context, tree)
         tokens, probs = self._draw(logits[:, None], 0, None, context)
         for depth in range(1, tree.max_depth):
             newest = tokens[:, -np.count_nonzero(tree.offsets == depth) :]
-            logits, carry = self.draft.extend(carry, newest, tree.level(depth), context)
+            logits, carry = self.inner.extend(carry, newest, tree.level(depth), context)
             drawn = self._draw(logits, depth, tokens, context)
             tokens, probs = (jnp.concatenate(parts, axis=1) for parts in zip((tokens, probs), drawn, strict=True))
-        return Draft(tokens, probs, tree), (self.draft.end(carry), context.lengths - 1)
+        return Draft(tokens, probs, tree), (self.inner.end(carry), context.lengths - 1)
 
     def commit(
-        self, state: tuple[Any, Array], draft: Draft, verdict: Verdict, hidden: Array, **target_signals: Any
-    ) -> tuple[Any, Array]:
+        self, state: tuple[PyTree, Array], draft: Draft, verdict: Verdict, signals: TargetSignals
+    ) -> tuple[PyTree, Array]:
         """Keep only the accepted path in the state that `draft` has of the tree."""
         inner, start = state
-        inner = inner if verdict.path is None else self.draft.keep(inner, start, verdict.path)
-        return self.draft.commit(inner, draft, verdict, hidden, **target_signals), start
+        inner = inner if verdict.path is None else self.inner.keep(inner, start, verdict.path)
+        return self.inner.commit(inner, draft, verdict, signals), start
 
     def _draw(self, logits: Array, depth: int, tokens: Array | None, context: Context) -> tuple[Array, Array]:
         """Draw the next level ``[B, S']`` and its distributions, from ``logits[B, S, V]`` after the nodes at `depth`.
@@ -103,16 +109,15 @@ class TreeDrafter(WrapperDrafter):
         return tokens, probs
 
 
-def as_branching(draft: Any) -> Any:
+def as_branching(draft: object) -> AutoregressiveDrafter[PyTree, PyTree]:
     """Return `draft` as a drafter that can branch; raise TypeError if it cannot."""
     drafter = as_drafter(draft)
-    if hasattr(drafter, "propose") and not isinstance(drafter, AutoregressiveDrafter):
+    if isinstance(drafter, Drafter) and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(
-            f"draft is of type {type(drafter).__name__}, which cannot branch, because it does not give the "
+            f"draft is of type {kind_of(drafter)}, which cannot branch, because it does not give the "
             "distribution after a token; use a jspec.drafters.AutoregressiveDrafter."
         )
-    # After isinstance, the type checker infers a drafter with an unknown state type.
-    return drafter  # pyright: ignore[reportUnknownVariableType]
+    return cast(AutoregressiveDrafter[PyTree, PyTree], drafter)
 
 
 def _siblings(noise: Array, probs: Array, spare: Array | None, count: int, replacement: bool) -> tuple[Array, Array]:

@@ -1,0 +1,36 @@
+# pyright: strict
+"""Defaults that a base class declares for optional attributes, without giving them to its subclasses' fields."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+Value = TypeVar("Value")
+
+# An attribute that a subclass may define as a class attribute, a property or a field. Types cannot express this choice.
+Declared: TypeAlias = Any
+
+if TYPE_CHECKING:
+
+    def default(compute: Callable[..., Value]) -> Declared: ...
+
+else:
+
+    class default(Generic[Value]):
+        """A method that computes an attribute's default value from the instance.
+
+        A subclass may define the attribute in any way: as a class attribute, a property or a dataclass field. A
+        `property` or a plain class attribute would not do here: `dataclasses` takes what it finds in the base class for
+        the default of a field with the same name, so that a required field would become optional. This descriptor
+        exists for instances only.
+        """
+
+        def __init__(self, compute: Callable[..., Value]) -> None:
+            self._compute, self.__doc__ = compute, compute.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self._name = name
+
+        def __get__(self, instance: object, owner: type) -> Value:
+            if instance is None:
+                raise AttributeError(f"{owner.__name__} declares {self._name} for its instances only.")
+            return self._compute(instance)
