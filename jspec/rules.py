@@ -1,3 +1,4 @@
+# pyright: strict
 """Building blocks for writing your own acceptance rules. See docs/write-your-own.md for examples.
 
 A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs

@@ -1,1 +1,2 @@
+# pyright: strict
 """The decoding program: validation, rounds, verification and output buffers."""

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """Output buffers that every round writes to, and the final result that is cut from them."""
 
 import jax
@@ -72,6 +73,10 @@ def cut_to_size(
     state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
 ) -> Output:
     """Extract the new tokens, and pad everything after each row's end."""
+
+    def cut(part: Array) -> Array:
+        return part[:, :max_new_tokens]
+
     new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = prefix_mask(lengths, max_new_tokens)
@@ -82,5 +87,5 @@ def cut_to_size(
         raw_logprobs=forward_mode_only(jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0)),
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
-        record=jax.tree.map(lambda part: part[:, :max_new_tokens], buffers.record),
+        record=jax.tree.map(cut, buffers.record),
     )

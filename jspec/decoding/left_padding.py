@@ -1,14 +1,18 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Detection of left-padded prompts, as used with transformers: `generate` would treat the padding as text."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+_Ints = NDArray[np.int64]
+_Bools = NDArray[np.bool_]
 
 _REPEATED = 4  # text rarely begins with this many equal tokens
 
 
-def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> None:
+def check_right_padded(tokens: _Ints, lengths: _Ints, config: object) -> None:
     """Raise ValueError if a row looks left-padded. Rows of one repeated id pass, because they are batch filler.
 
     Args:
@@ -35,9 +39,7 @@ def check_right_padded(tokens: np.ndarray, lengths: np.ndarray, config: Any) -> 
         )
 
 
-def _begins_with_padding(
-    first: np.ndarray, run: np.ndarray, pad: int | None, bos: int | None, ends: Sequence[int]
-) -> np.ndarray:
+def _begins_with_padding(first: _Ints, run: _Ints, pad: int | None, bos: int | None, ends: Sequence[int]) -> _Bools:
     """Return which rows begin with a padding id, repeated more often than in text.
 
     Text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to text that already has it. It may
@@ -47,7 +49,7 @@ def _begins_with_padding(
     return np.isin(first, default_ids) & (run >= np.where(first == bos, 3, 2))
 
 
-def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, pad: int | None) -> np.ndarray:
+def _begins_with_one_pad(tokens: _Ints, lengths: _Ints, run: _Ints, pad: int | None) -> _Bools:
     """Return which rows begin with a single pad id that the lengths show to be padding.
 
     In this case, all lengths are equal and another row begins with text, or the length omits one token of text.
@@ -59,8 +61,8 @@ def _begins_with_one_pad(tokens: np.ndarray, lengths: np.ndarray, run: np.ndarra
 
 
 def _starts_later(
-    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, bos: int | None, default_ids: Sequence[int | None]
-) -> np.ndarray:
+    tokens: _Ints, lengths: _Ints, run: _Ints, bos: int | None, default_ids: Sequence[int | None]
+) -> _Bools:
     """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
 
     A run of one token counts as padding only if its id usually serves as padding or the length omits one token.
@@ -77,9 +79,7 @@ def _starts_later(
     return later & sure & alike & (starts | later).all()
 
 
-def _is_measured_by_mask(
-    tokens: np.ndarray, lengths: np.ndarray, run: np.ndarray, default_ids: Sequence[int | None]
-) -> np.ndarray:
+def _is_measured_by_mask(tokens: _Ints, lengths: _Ints, run: _Ints, default_ids: Sequence[int | None]) -> _Bools:
     """Return which rows have text after their length, and begin with as many equal ids as the length omits.
 
     Such lengths are sums over the attention mask of left-padded prompts.

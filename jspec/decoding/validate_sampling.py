@@ -1,16 +1,19 @@
+# pyright: strict, reportUnknownMemberType=false
 """Validation of sampling parameters. Values are checked if they are known, as in `validate_arguments`."""
 
 import reprlib
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values_if_known
 
 # For each name, a description of the allowed values, and a test for a NumPy array of values.
-RANGES = {
+RANGES: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "temperature": ("at least 0 and finite (0 is greedy)", lambda x: np.isfinite(x) & (x >= 0)),
     "draft_temperature": ("at least 0 and finite, or None for the target's", lambda x: np.isfinite(x) & (x >= 0)),
     "draft_top_p": ("above 0 and at most 1, or None for the target's", lambda x: (x > 0) & (x <= 1)),
@@ -26,7 +29,7 @@ RANGES = {
 }
 
 
-def check_sampling(sampling: Any, batch: int, vocab_size: int) -> None:
+def check_sampling(sampling: object, batch: int, vocab_size: int) -> None:
     """Raise ValueError or TypeError for the first invalid sampling parameter of a batch."""
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling is of type {type(sampling).__name__}; pass a jspec.SamplingParams.")
@@ -65,15 +68,15 @@ def _rounded(name: str, values: np.ndarray) -> np.ndarray:
         return values.astype(np.int64 if name.endswith("_tokens") and values.dtype.kind in "iu" else np.float32)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if value is None:
         return False
     try:
-        dtype = jnp.result_type(value)
+        dtype = jnp.result_type(cast(ArrayLike, value))
     except TypeError:
         return False
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _describe(value: Any) -> str:
-    return f"shape {np.shape(value)}" if _is_number(value) else reprlib.repr(value)
+def _describe(value: object) -> str:
+    return f"shape {np.shape(cast(ArrayLike, value))}" if _is_number(value) else reprlib.repr(value)

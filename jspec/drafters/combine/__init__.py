@@ -1,1 +1,2 @@
+# pyright: strict
 """Combined drafters, which are composed of other drafters."""

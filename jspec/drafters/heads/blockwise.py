@@ -1,7 +1,7 @@
 # pyright: strict, reportUnknownMemberType=false
 """Blockwise parallel decoding: one layer after the target's last computes several states for the target's own head."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jspec.core.types import check_count, pytree
 from jspec.drafters.heads.base import ParallelHeadsDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.models.layers import Linear
+from jspec.models.llama import Llama
 
 
 class BlockwiseLayer(nnx.Module):
@@ -56,7 +57,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
 
     @classmethod
     def untrained(
-        cls, target: Any, num_heads: int = 4, inner_size: int | None = None, *, rngs: nnx.Rngs
+        cls, target: Llama, num_heads: int = 4, inner_size: int | None = None, *, rngs: nnx.Rngs
     ) -> "BlockwiseDrafter":
         """Return a drafter with a random layer, to train for `target` or to fill with weights.
 
@@ -78,7 +79,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
         inner = self.layer.up.weight.shape[1]
         return {"num_heads": self.num_heads, "inner_size": inner, "hidden_size": self.hidden_size}
 
-    def logits(self, x: Array, target: Any, depth: int) -> Array:
+    def logits(self, x: Array, target: Llama, depth: int) -> Array:
         states = self.layer(x)[:, :, :depth].astype(target.dtype)
         logits = target.head.logits(states.reshape(len(x), -1, x.shape[-1]))
         return logits.reshape(*states.shape[:3], -1)

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false
 """EAGLE heads: a layer that predicts the target's next tokens from the target's hidden states.
 
 The layer reads each token's embedding together with the target's states at the previous token. Its output at that token
@@ -5,8 +6,6 @@ therefore predicts the next one. The papers are Li et al. 2024, "EAGLE", section
 also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The generation-3 flags are those of published
 checkpoints.
 """
-
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +17,7 @@ from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm
+from jspec.models.llama import Llama
 from jspec.models.rope import rope_tables
 
 
@@ -79,11 +79,11 @@ class Eagle(nnx.Module):
         layer = self.config.layer
         return empty_cache(1, (batch, layer.num_key_value_heads, slots, layer.head_dim), self.dtype)
 
-    def embed(self, tokens: Array, target: Any) -> Array:
+    def embed(self, tokens: Array, target: Llama) -> Array:
         """Return the embeddings ``[B, S, E]`` of ``tokens int32[B, S]``, from the head's own table or the target's."""
         return (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
 
-    def fuse(self, features: Array, target: Any) -> Array:
+    def fuse(self, features: Array, target: Llama) -> Array:
         """Return one state ``[B, S, E]`` from the target's states ``features[B, S, F, E']``.
 
         In generation 1 this is the state after the target's final norm, which the head's own output imitates.
@@ -133,7 +133,7 @@ class Eagle(nnx.Module):
         read = jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
         return normed if self.config.norm_before_residual else states, read
 
-    def logits(self, states: Array, target: Any) -> Array:
+    def logits(self, states: Array, target: Llama) -> Array:
         """Return ``float32[B, S, V]`` for states from `forward`, with -inf for tokens that the head cannot draft."""
         found = self.draft_logits(states, target)
         if self.draft_ids is None:
@@ -141,7 +141,7 @@ class Eagle(nnx.Module):
         room = jnp.pad(found, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
         return jnp.take(room, self.draft_ids[...], axis=-1)
 
-    def draft_logits(self, states: Array, target: Any) -> Array:
+    def draft_logits(self, states: Array, target: Llama) -> Array:
         """Return the logits of the tokens that the head can draft, ``float32[B, S, D]``."""
         if self.norm is not None and not self.config.norm_output:
             states = self.norm(states)
@@ -154,7 +154,7 @@ def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
     return layer.num_attention_heads * size, layer.num_key_value_heads * size, layer.num_key_value_heads * size
 
 
-def check_target_of(config: EagleConfig, target: Any) -> None:
+def check_target_of(config: EagleConfig, target: Llama) -> None:
     """Raise ValueError unless a head of `config` was made for a target of these sizes."""
     sizes = target.config
     wants = [

@@ -1,21 +1,24 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 """File I/O for EAGLE heads: `load` fills an `Eagle` with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.errors import CheckpointError
 from convert.heads.eagle import files as eagle_files
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
+from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
 
-def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
+def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Eagle:
     """Load a head. See `jspec.EagleDrafter.load`."""
     found = eagle_files.read(source, None if target is None else target.config.num_hidden_layers)
     chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
@@ -30,7 +33,9 @@ def load(source: str | Path, target: Any = None, dtype: Any = None) -> Eagle:
         )
     made = dataclasses.replace(config, own_head=True) if lacking else config
     head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
-    leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))}
+    leaves: dict[str, nnx.Variable[Array]] = {
+        ".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))
+    }
     for name, array in found.arrays(chosen):
         leaves[name].set_value(jnp.asarray(array).T)
     if found.draft_ids is not None:
@@ -50,7 +55,7 @@ def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | Non
     if own_head and not config.own_head:
         raise CheckpointError("the head has no output head of its own, so none can be saved; leave own_head out.")
     written = dataclasses.replace(config, own_head=config.own_head if own_head is None else own_head)
-    state = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(head))}
+    state: dict[str, Array] = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(head))}
     draft_ids = state.pop("draft_ids", None)
     if not written.own_head:
         state.pop("lm_head.weight", None)

@@ -2,12 +2,13 @@
 """Medusa: additional heads draft the tokens after the next one, all from a single hidden state of the target."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from convert.config import LlamaConfig
 from convert.heads.medusa_config import MedusaConfig, MedusaOrigin
@@ -15,6 +16,7 @@ from jspec.core.types import check_count, pytree
 from jspec.drafters.heads import medusa_weights
 from jspec.drafters.heads.base import ParallelHeadsDrafter
 from jspec.models.layers import Embed, Linear
+from jspec.models.llama import Llama
 
 
 class ResBlock(nnx.Module):
@@ -64,14 +66,14 @@ class MedusaDrafter(ParallelHeadsDrafter):
     heads: tuple[MedusaHead, ...]
 
     @classmethod
-    def untrained(cls, target: Any, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
+    def untrained(cls, target: Llama, num_heads: int = 4, num_blocks: int = 1, *, rngs: nnx.Rngs) -> "MedusaDrafter":
         """Return a drafter with random heads, to train for `target` or to fill with weights."""
         check_count("num_heads", num_heads)
         made = [MedusaHead(target.config, num_blocks, target.dtype, rngs) for _ in range(num_heads)]
         return cls(tuple(made))
 
     @classmethod
-    def load(cls, path: str | Path, target: Any = None, dtype: Any = None) -> Self:
+    def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
         """Load heads from config.json and safetensors, in the layout of Medusa or vLLM.
 
         If a checkpoint also holds the target (Medusa-2), this function reads the heads, and `jspec.load` reads the
@@ -122,5 +124,5 @@ class MedusaDrafter(ParallelHeadsDrafter):
     def num_heads(self) -> int:
         return len(self.heads)
 
-    def logits(self, x: Array, target: Any, depth: int) -> Array:
+    def logits(self, x: Array, target: Llama, depth: int) -> Array:
         return jnp.stack([head(x) for head in self.heads[:depth]], axis=2)

@@ -1,25 +1,32 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
 """File I/O for Medusa heads: `load` fills modules with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.errors import CheckpointError
 from convert.heads import medusa_files
 from convert.heads.medusa_config import FORMATS, MedusaConfig, MedusaOrigin, usual_origin
 from convert.keymap import MEDUSA
+from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
-Make = Callable[[MedusaConfig, Any, nnx.Rngs], nnx.Module]
+Head = TypeVar("Head", bound=nnx.Module)
+Make = Callable[[MedusaConfig, jnp.dtype, nnx.Rngs], Head]
 
 
-def load(make: Make, source: str | Path, target: Any, dtype: Any) -> tuple[tuple[Any, ...], MedusaOrigin]:
+def load(
+    make: Make[Head], source: str | Path, target: Llama | None, dtype: DTypeLike | None
+) -> tuple[tuple[Head, ...], MedusaOrigin]:
     """Return heads that are created by `make`, and their origin. See `MedusaDrafter.load`."""
     files = medusa_files.read(source)
     chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
@@ -58,7 +65,7 @@ def save(
     return medusa_files.write(destination, sizes, arrays, how)
 
 
-def _check_target_of(config: MedusaConfig, target: Any) -> None:
+def _check_target_of(config: MedusaConfig, target: Llama) -> None:
     sizes = target.config
     for name, own, found in (
         ("hidden size", config.hidden_size, sizes.hidden_size),
@@ -71,5 +78,5 @@ def _check_target_of(config: MedusaConfig, target: Any) -> None:
             )
 
 
-def _leaves(head: nnx.Module) -> dict[str, Any]:
+def _leaves(head: nnx.Module) -> dict[str, nnx.Variable[Array]]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))}

@@ -4,13 +4,14 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.errors import CheckpointError
@@ -21,6 +22,8 @@ from convert.keymap import Entry, Part
 from convert.safetensors_reader import scan
 from convert.to_hf import write_file
 from convert.weight_files import SINGLE
+from jspec.core.types import PyTree
+from jspec.models.llama import Llama
 from jspec.models.load import default_dtype
 
 
@@ -42,7 +45,7 @@ class InOwnFiles:
         raise NotImplementedError
 
     @classmethod
-    def untrained(cls, target: Any, *, rngs: nnx.Rngs) -> Self:
+    def untrained(cls, target: Llama, *, rngs: nnx.Rngs) -> Self:
         """Return a drafter of these sizes, to fill with weights."""
         raise NotImplementedError
 
@@ -58,7 +61,7 @@ class InOwnFiles:
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path, target: Any, dtype: Any = None) -> Self:
+    def load(cls, path: str | Path, target: Llama, dtype: DTypeLike | None = None) -> Self:
         """Load a drafter that was written by `save`.
 
         Args:
@@ -74,19 +77,18 @@ class InOwnFiles:
         raw = head_files.read_own(directory, cls.KIND)
         sizes = {name: (flag if kind is bool else integer)(raw, name) for name, kind in cls.SIZES.items()}
         _check_parts(directory, len(found := scan(directory)), {name: sizes[name] for name in cls.PARTS})
-        made: Any = jax.eval_shape(lambda: cls.untrained(target, **sizes, rngs=nnx.Rngs(0)))
+        made = jax.eval_shape(lambda: cls.untrained(target, **sizes, rngs=nnx.Rngs(0)))
         _check_target(cls.__name__, raw, made.described())
         chosen = jnp.dtype(dtypes.parse(default_dtype() if dtype is None else dtype))
         wanted = {name: leaf.shape for name, leaf in _named(made)}
         check_names(found, wanted, directory)
         entries = (Entry(name, shape, (Part(name, shape[0]),)) for name, shape in wanted.items())
         arrays = [jnp.asarray(array) for _, array in filled(found, entries, chosen)]
-        form: Any = jax.tree.structure(made)
-        return form.unflatten(arrays)
+        return jax.tree.unflatten(jax.tree.structure(made), arrays)
 
 
-def _named(drafter: Any) -> Iterator[tuple[str, Array]]:
-    leaves: list[tuple[Any, Array]] = jax.tree_util.tree_flatten_with_path(drafter)[0]
+def _named(drafter: PyTree) -> Iterator[tuple[str, Array]]:
+    leaves: list[tuple[tuple[object, ...], Array]] = jax.tree_util.tree_flatten_with_path(drafter)[0]
     for path, leaf in leaves:
         yield jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"), leaf
 

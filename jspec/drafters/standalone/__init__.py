@@ -1,1 +1,2 @@
+# pyright: strict
 """Standalone drafters, which need neither a second drafter nor a trained head."""

@@ -5,13 +5,15 @@ import dataclasses
 import functools
 import os
 import secrets
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
@@ -53,7 +55,6 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     max_ngram: int = 8
     min_ngram: int = 2
     num_matches: int = 16
-    max_positions = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -65,7 +66,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
     @classmethod
     def from_tokens(
-        cls, tokens: Any, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
+        cls, tokens: ArrayLike, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
     ) -> "RetrievalDrafter":
         """Return a drafter for the corpus ``tokens int[N]``. Separate its documents by the EOS token.
 
@@ -162,8 +163,8 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is not a file; build a datastore with `jspec index`.")
         try:
-            with cast(Any, safe_open(path, "numpy")) as file:  # safe_open has no useful types
-                notes: dict[str, str] = file.metadata() or {}
+            with _opened(path) as file:
+                notes = file.metadata() or {}
                 if notes.get("format") != _FORMAT:
                     raise ValueError(f"its format is {notes.get('format')!r}, not {_FORMAT!r}")
                 tokens, order = file.get_tensor("tokens"), file.get_tensor("order")
@@ -177,6 +178,18 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         except (SafetensorError, ValueError) as error:
             reason = str(error).rstrip(".")
             raise ValueError(f"{path} is not a datastore ({reason}); build it again with `jspec index`.") from error
+
+
+class _SafeOpen(Protocol):
+    """The methods that are used of an open safetensors file, which has no types of its own."""
+
+    def metadata(self) -> dict[str, str] | None: ...
+
+    def get_tensor(self, name: str) -> np.ndarray: ...
+
+
+def _opened(path: str | os.PathLike[str]) -> AbstractContextManager[_SafeOpen]:
+    return cast(AbstractContextManager[_SafeOpen], safe_open(path, "numpy"))
 
 
 def _read(tokens: Array, positions: Array) -> Array:

@@ -1,11 +1,10 @@
 # pyright: strict, reportUnknownMemberType=false
 """Drafters from token counts: unigrams, or bigrams given the last token (Leviathan et al. 2023, 3.6 and 4.2)."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from jspec.core.tree import Level, Tree
 from jspec.core.types import pytree
@@ -24,10 +23,9 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     """
 
     logits: Array
-    max_positions = None
 
     @classmethod
-    def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "UnigramDrafter":
+    def from_tokens(cls, tokens: ArrayLike, vocab_size: int, smoothing: float = 1.0) -> "UnigramDrafter":
         """Return a drafter with the token frequencies of ``tokens int[N]``.
 
         `smoothing` is a number of additional tokens that are spread evenly over the vocabulary.
@@ -58,10 +56,9 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     """
 
     logits: Array
-    max_positions = None
 
     @classmethod
-    def from_tokens(cls, tokens: Any, vocab_size: int, smoothing: float = 1.0) -> "BigramDrafter":
+    def from_tokens(cls, tokens: ArrayLike, vocab_size: int, smoothing: float = 1.0) -> "BigramDrafter":
         """Return a drafter with the bigram frequencies of ``tokens int[N]``.
 
         `smoothing` is a number of additional tokens after each token. They are distributed like the corpus as a whole
@@ -104,7 +101,7 @@ def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarra
     return counts / counts.sum()
 
 
-def checked_tokens(tokens: Any, vocab_size: int, least: int) -> np.ndarray:
+def checked_tokens(tokens: ArrayLike, vocab_size: int, least: int) -> np.ndarray:
     """Return `tokens` as a NumPy array ``int[N]``.
 
     Raises:

@@ -1,1 +1,2 @@
+# pyright: strict
 """Tree drafters, which propose a tree of tokens."""
