@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +88,14 @@ def test_an_optional_attribute_is_the_users_or_else_the_default(name):
     assert getattr(type("Bare", (Stateless,), {})(), name) == default
 
 
+def test_only_the_adapters_look_for_attributes_that_may_be_missing():
+    names = (*OPTIONAL, "parts", "read", "extend", "branches", "independent", "should_draft")
+    probe = re.compile(rf'(get|has)attr\([^()]*"({"|".join(names)})"')
+    root = Path(jspec.__file__).parent
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if probe.search(path.read_text("utf-8"))}
+    assert found == {"acceptance/base.py", "drafters/base.py", "drafters/draft_length.py", "drafters/duck_typed.py"}
+
+
 def test_what_a_drafter_can_do_is_what_it_defines():
     plain, full = as_drafter(Plain()), as_drafter(Full())
     assert not can_read(plain) and can_read(full) and full.can_read
@@ -110,6 +120,8 @@ def test_methods_receive_what_the_drafter_requests_as_separate_arguments():
     assert plain.commit((), None, None, TargetSignals("hidden")) == "hidden"
     signals = TargetSignals("hidden", "features", "likeliest", "target")
     assert full.commit((), None, None, signals) == ("hidden", "features", "target", "likeliest")
+    static = type("Static", (Stateless,), {"init": staticmethod(lambda tokens, num_slots: tokens)})
+    assert static().init("tokens", 5, NO_SIGNALS) == "tokens"
 
 
 @pytree
