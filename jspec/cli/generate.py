@@ -107,7 +107,7 @@ def generate(
                 task = completion.prepare(tokenizer, inputs, stop, variables)
             models = where.load(dtype, quantize)
         if tree:
-            models = models[0], jspec.TreeDrafter(models[1], jspec.Tree(tree))
+            models = models[0], jspec.TreeDrafter(cast("Drafting", models[1]), jspec.Tree(tree))
         elif where.drafts:
             drafting["num_draft_tokens"] = completion.draft_length_of(cast("Drafting", models[1]), num_draft_tokens)
         sampling = chosen_sampling(models[0], temperature, top_k, top_p, min_p, repetition_penalty)

@@ -4,7 +4,7 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from jspec.bundled import PAIR
 from jspec.bundled.head_data import head_of
@@ -104,7 +104,7 @@ class Sources:
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, quantize)
-        return target, with_lookup_first(drafter) if self.looks_up else drafter
+        return target, with_lookup_first(cast("Drafting", drafter)) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:
         import convert

@@ -16,6 +16,7 @@ from jspec.acceptance import Rule
 from jspec.core.row_ops import prefix_mask
 from jspec.core.sampling import (
     LogitsTransforms,
+    PerRequest,
     SamplingParams,
     broadcast_rows,
     count_prompt,
@@ -89,7 +90,7 @@ def traced(
 ) -> tuple[LogitsTransforms, LogitsTransforms, _Number, _Number | None, _Number, _Number]:
     """Return the arguments that may change from call to call without recompilation."""
 
-    def int32(value: ArrayLike) -> _Number:
+    def int32(value: PerRequest) -> _Number:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
 
     transforms = target_transforms(sampling), draft_transforms(sampling)

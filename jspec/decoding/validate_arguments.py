@@ -28,6 +28,7 @@ from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.base import Drafter, declared, kind_of
 from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
 from jspec.drafters.draft_length import as_draft_length
+from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 
 AnyArray: TypeAlias = Array | np.ndarray
@@ -304,7 +305,7 @@ def _check_keys(keys: object, batch: int) -> None:
 
 
 def check_positions(
-    target: Llama, drafter: object, lengths: ArrayLike, max_new_tokens: int, max_tokens: object
+    target: LanguageModel, drafter: object, lengths: ArrayLike, max_new_tokens: int, max_tokens: object
 ) -> None:
     """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the least possible."""
     counts, limits = values_if_known(lengths), values_if_known(max_tokens)

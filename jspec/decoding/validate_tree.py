@@ -8,12 +8,12 @@ from jspec.core.tree import DynamicTree
 from jspec.decoding.validate_arguments import check_target
 from jspec.drafters.base import declared, kind_of, own_tree
 from jspec.drafters.draft_length import DEFAULT
-from jspec.models.llama import Llama
+from jspec.models.language_model import LanguageModel
 
 Number = TypeVar("Number")
 
 
-def number_of_drafts(target: Llama, drafter: object, num_draft_tokens: Number, rule: Rule) -> Number | int:
+def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: Number, rule: Rule) -> Number | int:
     """Return `num_draft_tokens` unchanged, or the depth of the tree for a tree drafter.
 
     Raises:

@@ -240,7 +240,7 @@ def catch_up_drafter(
         start = jnp.minimum(num_read, positions - chunk)
         count = jnp.clip(state.lengths[slot] - 1 - start, 0, chunk)
         piece = lax.dynamic_slice(state.tokens, (slot, start), (1, chunk + 1))
-        return start + count, prefill_chunk(drafter, row, piece, start[None], count[None], NO_SIGNALS)
+        return start + count, prefill_chunk(cast(AnyDrafter, drafter), row, piece, start[None], count[None], NO_SIGNALS)
 
     initial = slots.num_drafter_read[slot], get_row(state.drafter, slot)
     num_read, row = cast(tuple[Array, PyTree], lax.fori_loop(0, num_pieces, read_piece, initial))

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
-from jspec.core.sampling import LogitsTransforms, SamplingParams, draft_transforms, target_transforms
+from jspec.core.sampling import LogitsTransforms, PerRequest, SamplingParams, draft_transforms, target_transforms
 from jspec.core.types import PyTree
 from jspec.decoding.state import RequestParams
 from jspec.engine.constraints import Constraint
@@ -101,7 +100,7 @@ def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     return LogitsTransforms(**fields)
 
 
-def _entry(name: str, value: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def _entry(name: str, value: PerRequest, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """Return one request's value for a sampling field as a batch of one."""
     array = np.asarray(value, dtype)
     if array.shape != shape:

@@ -20,6 +20,7 @@ from jspec.drafters.base import Drafter, tree_of
 from jspec.drafters.chunked_prefill import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
 from jspec.models.language_model import LanguageModel
+from jspec.models.llama import Llama
 
 Ints: TypeAlias = NDArray[np.int32]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -164,7 +165,7 @@ def empty_slots(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes)
         lengths=jnp.ones(count, jnp.int32),
         done=jnp.ones(count, bool),
         cache=target.new_cache(count, positions),
-        drafter=() if drafter is None else begin(drafter, target, count, positions),
+        drafter=() if drafter is None else begin(drafter, cast(Llama, target), count, positions),
         token_counts=TokenCounts(zeros.astype(bool), zeros),
         draft_length=(),
     )

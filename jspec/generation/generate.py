@@ -98,7 +98,7 @@ def speculative_generate(
         TypeError: keys are raw, or an argument has the wrong type.
     """
     rule = check_rule(accept)
-    drafter: Drafter[PyTree] | AskingDrafter = as_drafter(draft)
+    drafter = as_drafter(draft)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
     num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
     check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)

@@ -171,7 +171,9 @@ class Llama(nnx.Module):
                 norm = None if following is None else self.layers[following].input_layernorm
                 states[i] = x
                 context = AttentionContext(keys[i], values[i], slots, tables, before, branches, cache.rows)
-                x, normed, keys[i], values[i] = _run(self.layers[i], x, normed, context, norm)
+                x, normed, keys[i], values[i] = cast(
+                    tuple[Array, Array, Array, Array], _run(self.layers[i], x, normed, context, norm)
+                )
             target_features = [({len(self.layers): x, -1: x} | states)[i] for i in features]
             parts = (
                 jnp.stack(target_features, axis=2)

@@ -83,7 +83,7 @@ def tune(
     check_measurable(target, drafter, tokens, lengths, keys, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
-    def drafting(setting: Setting) -> tuple[Drafter[PyTree] | AskingDrafter, int]:
+    def drafting(setting: Setting) -> tuple[Drafter[PyTree], int]:
         if isinstance(setting, Tree):
             return TreeDrafter(drafter, setting, bool(rule.independent)), setting.max_depth
         return drafter, setting

@@ -17,6 +17,7 @@ from jspec.drafters.duck_typed import adapted
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, keep, prefill
+from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 from jspec.models.load import load, save
 
@@ -105,7 +106,7 @@ def as_drafter(draft: object) -> Drafter[PyTree]:
     return ModelDrafter(draft) if isinstance(draft, Llama) else adapted(draft)
 
 
-def positions(target: Llama, draft: object) -> int:
+def positions(target: LanguageModel, draft: object) -> int:
     """Return the largest number of tokens, prompt included, that a sequence may have."""
     longest, limit = target.config.max_position_embeddings, declared(as_drafter(draft)).max_positions
     return longest if limit is None else min(longest, limit)
