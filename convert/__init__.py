@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion between Llama, Mistral, Qwen2 and Qwen3 checkpoints and flat dictionaries of named arrays.
 
 The package contains no model code.

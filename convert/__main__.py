@@ -1,4 +1,3 @@
-# pyright: strict
 """The command `python -m convert SRC DST`, also available as `jspec convert`.
 
 It converts Hugging Face and GGUF checkpoints to Orbax. With `--to hf`, it writes the Hugging Face format instead.

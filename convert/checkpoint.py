@@ -1,4 +1,3 @@
-# pyright: strict
 """A checkpoint in memory."""
 
 import dataclasses

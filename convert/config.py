@@ -1,4 +1,3 @@
-# pyright: strict
 """A parser that turns config.json into a `LlamaConfig`.
 
 Every field that changes the computed function is either parsed or rejected by name.

@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of a `LlamaConfig` to the fields of a config.json."""
 
 from convert.config import LlamaConfig

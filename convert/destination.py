@@ -1,4 +1,3 @@
-# pyright: strict
 """Atomic creation of output directories, and copying of the small files that accompany the weights."""
 
 import json

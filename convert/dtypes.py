@@ -1,4 +1,3 @@
-# pyright: strict
 """The three dtypes that a checkpoint may have."""
 
 from typing import cast

@@ -1,4 +1,3 @@
-# pyright: strict
 """This package's exception, and helpers that list names and shorten other libraries' error messages."""
 
 import logging

@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of a Hugging Face directory to our arrays, one at a time and strictly by the table in keymap.py."""
 
 import logging

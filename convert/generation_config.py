@@ -1,4 +1,3 @@
-# pyright: strict
 """generation_config.json: the sampling parameters that a model recommends."""
 
 import dataclasses

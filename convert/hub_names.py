@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """Models with short names, and how to find them on this machine or download them."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Typed access to the fields of a parsed config.json, in which `null` counts as missing."""
 
 import math

@@ -1,4 +1,3 @@
-# pyright: strict
 """Strict reading of JSON objects from disk."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """The strict two-way mapping between Hugging Face tensor names and ours.
 
 Our names are flat and dotted. Weights are [out, in], as in the source. q, k and v are concatenated on axis 0, and so

@@ -1,4 +1,3 @@
-# pyright: strict
 """Loading of checkpoints from Hugging Face directories, hub ids, converted directories and GGUF files."""
 
 from collections.abc import Iterator

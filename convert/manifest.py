@@ -1,4 +1,3 @@
-# pyright: strict
 """The file MANIFEST.sha256: one line per file, in the format that `sha256sum -c` reads.
 
 Orbax stores no checksum of array data, so a flipped bit would load as a slightly different model. The strict line

@@ -1,4 +1,3 @@
-# pyright: strict
 """Modules that have moved: importing an old path raises an error that names the new one."""
 
 import importlib

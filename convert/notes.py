@@ -1,4 +1,3 @@
-# pyright: strict
 """Log messages about what is ignored in a checkpoint, written once, when its weights are read.
 
 A field that other programs may read gets a warning that says what to do. Everything else gets an info message.

@@ -1,4 +1,3 @@
-# pyright: strict
 """Error messages for directories that hold another format instead of supported safetensors weights."""
 
 import re

@@ -1,4 +1,3 @@
-# pyright: strict
 """Detection of placeholders in place of the expected file: git-lfs pointers, web pages and broken links."""
 
 import codecs

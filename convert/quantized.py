@@ -1,4 +1,3 @@
-# pyright: strict
 """Detection of weights quantised by another program, based on config.json."""
 
 import reprlib

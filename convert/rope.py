@@ -1,4 +1,3 @@
-# pyright: strict
 """A parser for the rotary embedding's fields, in the formats of transformers 5 and of earlier versions."""
 
 import dataclasses

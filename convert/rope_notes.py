@@ -1,4 +1,3 @@
-# pyright: strict
 """Warnings about rotary-embedding fields that are ignored, as in transformers. Each warning says what to do."""
 
 import math

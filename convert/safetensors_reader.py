@@ -1,4 +1,3 @@
-# pyright: strict
 """A lazy reader for a Hugging Face directory. It lists the tensors from the headers alone and reads rows on demand.
 
 The safetensors library checks each header. This module checks the directory as a whole, which the library cannot see.

@@ -1,4 +1,3 @@
-# pyright: strict
 """Saving of a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """A reader for the BPE model in a SentencePiece file, `tokenizer.model`, without the sentencepiece package.
 
 The file is a protocol buffer. Field numbers are those of sentencepiece_model.proto.

@@ -1,4 +1,3 @@
-# pyright: strict
 """The mapping from tensors to the source's files, kept so that converting back writes the same files."""
 
 from pathlib import Path

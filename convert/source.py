@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face hub ids."""
 
 import re

@@ -1,4 +1,3 @@
-# pyright: strict, reportMissingTypeStubs=false
 """Converted directories: arrays in an Orbax checkpoint, with config, tokenizer, layout and manifest."""
 
 import json

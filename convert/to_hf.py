@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """Conversion of our arrays to Hugging Face safetensors files, the exact reverse of from_hf.py."""
 
 import json

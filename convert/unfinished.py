@@ -1,4 +1,3 @@
-# pyright: strict
 """Cleanup of unfinished folders, which are deleted even if the process ends without unwinding."""
 
 import shutil

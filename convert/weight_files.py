@@ -1,4 +1,3 @@
-# pyright: strict
 """Selection of the safetensors files that hold a directory's weights, as in transformers."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Lossless speculative decoding for Llama-family models in JAX.
 
 Generation is one jitted call, and its output follows the target's distribution exactly.

@@ -1,4 +1,3 @@
-# pyright: strict
 """`python -m jspec`: the `jspec` command."""
 
 from jspec.cli import main

@@ -1,4 +1,3 @@
-# pyright: strict
 """Building blocks for writing your own draft-length policies. See docs/write-your-own.md for an example.
 
 A draft-length policy derives from `AtMost`, or has the attributes and methods of `DraftLength`.

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false
 """Online learning: between requests, a drafter trains on the output of finished ones.
 
 The method follows Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change during a

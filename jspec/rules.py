@@ -1,4 +1,3 @@
-# pyright: strict
 """Building blocks for writing your own acceptance rules. See docs/write-your-own.md for examples.
 
 A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs

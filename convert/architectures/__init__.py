@@ -1,4 +1,3 @@
-# pyright: strict
 """The model families whose forward pass differs from Llama's only in details. Each has a module for its config.json."""
 
 from convert.architectures.base import Family

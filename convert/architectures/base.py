@@ -1,4 +1,3 @@
-# pyright: strict
 """A description of a model family and its differences from the other families."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Llama: two flags decide which projections have biases."""
 
 from convert.architectures.base import Details, Family, within_window

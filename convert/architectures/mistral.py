@@ -1,4 +1,3 @@
-# pyright: strict
 """Mistral: no biases. Every layer uses the sliding window, if there is one."""
 
 from convert.architectures.base import Details, Family, within_window

@@ -1,4 +1,3 @@
-# pyright: strict
 """Qwen2 and Qwen2.5: biases on q, k and v only. A flag enables a sliding window in some layers."""
 
 from convert.architectures.base import Details, Family, positions, within_window

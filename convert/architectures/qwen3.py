@@ -1,4 +1,3 @@
-# pyright: strict
 """Qwen3: queries and keys are normalised per head, and config.json sets the head size. Windows work as in Qwen2."""
 
 from convert.architectures.base import Details, Family

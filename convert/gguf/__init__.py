@@ -1,2 +1,1 @@
-# pyright: strict
 """GGUF files: header, configuration, vocabulary, tokenizer and tensors."""

@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face hub."""
 
 import dataclasses

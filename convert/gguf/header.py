@@ -1,4 +1,3 @@
-# pyright: strict
 """A strict reader for GGUF headers. It checks each count and length against the file size before using it.
 
 The gguf library's own reader does not check them. The format is specified at

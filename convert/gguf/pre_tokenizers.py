@@ -1,4 +1,3 @@
-# pyright: strict
 """The patterns that split text into words for byte-level BPE vocabularies in GGUF files, by `tokenizer.ggml.pre`.
 
 The names are llama.cpp's (llama-vocab.cpp), and the patterns are those in the models' tokenizer.json files. The table

@@ -1,4 +1,3 @@
-# pyright: strict
 """A reader that presents GGUF files as Hugging Face tensors, dequantised row by row.
 
 `convert.from_hf` checks the tensors and joins them.

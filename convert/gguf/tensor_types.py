@@ -1,4 +1,3 @@
-# pyright: strict
 """GGUF tensor types, including those removed from llama.cpp and those newer than the gguf library."""
 
 from importlib import metadata

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A builder for the tokenizer that a GGUF file describes.
 
 The model's tokenizer.json is the reference: a vocabulary gives the same ids whichever file it is read from. Control

@@ -1,4 +1,3 @@
-# pyright: strict
 """A GGUF file's validated tokenizer metadata, from which `convert.gguf.tokenizer` builds a tokenizer."""
 
 import dataclasses

@@ -1,2 +1,1 @@
-# pyright: strict
 """Reading and writing of trained draft heads."""

@@ -1,4 +1,3 @@
-# pyright: strict
 """Draft vocabularies that are a subset of the target's: the tables `d2t` and `t2d` in a head's files."""
 
 import numpy as np

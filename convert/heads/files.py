@@ -1,4 +1,3 @@
-# pyright: strict
 """Common handling of trained-head directories. Pickles in them are never opened."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """The configuration of Medusa heads: their sizes, the other fields in their files, and each program's tensor names."""
 
 import dataclasses

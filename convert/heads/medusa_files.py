@@ -1,4 +1,3 @@
-# pyright: strict
 """Medusa head files: config.json and safetensors, in the layouts of Medusa and vLLM."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Acceptance rules, which map a draft and the target's distributions to a verdict. All rules in `RULES` are exact."""
 
 from jspec.acceptance.base import Rule

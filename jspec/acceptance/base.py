@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportIncompatibleVariableOverride=false
+# pyright: reportIncompatibleVariableOverride=false
 """The base class of acceptance rules, and the adapter around rules that do not derive from it."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Block verification, which verifies a chain as a whole."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Coupled sampling: draft and target sample with the same noise, and draft tokens are accepted if both agree."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """K-SEQ, a rule with one shared bound for siblings that were sampled independently of each other."""
 
 import dataclasses

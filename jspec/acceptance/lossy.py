@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Lossy acceptance rules, which accept more than the target's distribution allows and report by how much.
 
 A lossy rule is used only if the caller selects it. Each rule accepts a draft token x up to a bound above p(x), and

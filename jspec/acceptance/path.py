@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A round's path after verification: the accepted draft tokens and the token after them."""
 
 from typing import NamedTuple

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Speculative sampling, which verifies a chain token by token and a tree's siblings one after another."""
 
 import dataclasses

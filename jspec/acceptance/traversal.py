@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Traversal verification, which verifies a tree as a whole."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The walk down a draft tree: the accepted nodes, the end of the path, and the remaining probability there."""
 
 from collections.abc import Callable, Sequence

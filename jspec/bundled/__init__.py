@@ -1,4 +1,3 @@
-# pyright: strict
 """The models and trained heads that ship with jspec, and known models that have short names."""
 
 from pathlib import Path

@@ -1,4 +1,3 @@
-# pyright: strict
 """The bundled target and draft: two small models trained on Python source code."""
 
 from typing import Any

@@ -1,4 +1,3 @@
-# pyright: strict
 """The `pretrained` function, which loads a known model by name, with its drafter and tokenizer."""
 
 from jax.typing import DTypeLike

@@ -1,4 +1,3 @@
-# pyright: strict
 """The `jspec` command. Slow modules are imported only when a command runs, so that help appears at once."""
 
 import os

@@ -1,4 +1,3 @@
-# pyright: strict
 """The commands, and the reporting of their errors."""
 
 import io

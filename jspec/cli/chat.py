@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec chat`: a conversation in the terminal."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Code shared by the commands: options, status, and settings that the process needs before it imports jax."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """The engine for a command, built from its options."""
 
 import sys

@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec generate`: continue prompts, or answer them."""
 
 import dataclasses

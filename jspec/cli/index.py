@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec index`: build a datastore to draft from."""
 
 from pathlib import Path

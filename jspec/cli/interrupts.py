@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Handling of Ctrl-C, which ends the command at once, whatever it is doing.
 
 A Python signal handler runs only when the main thread runs Python again, which can take as long as an XLA compilation.

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnusedImport=false
+# pyright: reportUnusedImport=false
 """Lines of any length, typed by a user."""
 
 import contextlib

@@ -1,4 +1,3 @@
-# pyright: strict
 """The sources of a command's models, and the choice of its draft."""
 
 import dataclasses

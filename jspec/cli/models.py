@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec models`: list the known model names."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """The options of `jspec generate`, each as a type, and parsers that several commands share."""
 
 from collections.abc import Callable

@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec plan`: predict memory use, speed and draft length on a device, without weights or the device."""
 
 import dataclasses

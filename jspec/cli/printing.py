@@ -1,4 +1,3 @@
-# pyright: strict
 """The output of `jspec generate`."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """A command's prompts, as text or as messages, from arguments, standard input or a JSON Lines file."""
 
 import json

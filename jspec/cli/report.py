@@ -1,4 +1,3 @@
-# pyright: strict
 """The display of results: text coloured by origin, one-line statistics, tables and JSON."""
 
 import dataclasses

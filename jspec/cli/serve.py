@@ -1,4 +1,3 @@
-# pyright: strict
 """`jspec serve`: serve a model to OpenAI API clients."""
 
 import os

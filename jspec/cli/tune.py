@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """`jspec tune`: measure how far to draft."""
 
 import dataclasses

@@ -1,2 +1,1 @@
-# pyright: strict
 """Code that all packages share: types, random keys, distributions, sampling, trees and device placement."""

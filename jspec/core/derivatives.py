@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """Results that support forward-mode differentiation only, with a clear error in reverse mode."""
 
 from typing import NoReturn

@@ -1,4 +1,3 @@
-# pyright: strict
 """Incremental detokenization: the text that each new token adds after a prompt."""
 
 import itertools

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """The devices that predictions support, with their published specifications, and detection of the local device."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Derivation of all random keys. No other module creates keys.
 
 A request owns one key. Each of its random draws has its own stream, identified by the token's absolute position and the

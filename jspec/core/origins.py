@@ -1,4 +1,3 @@
-# pyright: strict
 """Token origins: the values of `Output.origins`, with their names and colours."""
 
 PADDING, ACCEPTED, CORRECTED, BONUS, NO_DRAFT = 0, 1, 2, 3, 4

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Operations on distributions over a vocabulary: the residual after a rejection, and sampling.
 
 Results keep the dtype of the input.

@@ -1,4 +1,3 @@
-# pyright: strict
 """A round-by-round picture of a generation, as in Figure 1 of Leviathan et al. 2023, for any drafter and tree.
 
 Each line shows one round: the accepted draft tokens, followed by the correction of the first rejected token or by the

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Reads and writes of batch rows, each at its own position."""
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """The pipeline from logits to the distribution that a token is sampled from.
 
 Target and draft use the same pipeline, in both plain and speculative decoding. Transforms apply in the same order as in

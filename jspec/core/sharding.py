@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false
 """Support for arrays on several devices: running one program on any mesh, and placing a model's weights.
 
 If a mesh has automatic axes, XLA divides the work and the program needs no annotations. Explicit axes are part of every

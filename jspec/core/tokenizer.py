@@ -1,4 +1,3 @@
-# pyright: strict
 """The tokenizer contract: what jspec needs from a Hugging Face tokenizer."""
 
 from collections.abc import Mapping

@@ -1,4 +1,3 @@
-# pyright: strict
 """Transfers between host and devices that respect JAX's transfer guards and do not wait."""
 
 import contextlib

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """Draft trees, which define the token that each draft token follows. A chain is a tree with one branch.
 
 Nodes are numbered from 1, with parents before their children. Node 0 is the last committed token, which all draft

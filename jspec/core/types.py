@@ -1,4 +1,3 @@
-# pyright: strict
 """The types that all modules share, and the letters that denote their dimensions.
 
 B rows (requests), P padded prompt length, N ``max_new_tokens``, K ``num_draft_tokens``, S tokens processed in one

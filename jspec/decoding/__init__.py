@@ -1,2 +1,1 @@
-# pyright: strict
 """The decoding program: validation, rounds, verification and output buffers."""

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Output buffers that every round writes to, and the final result that is cut from them."""
 
 import jax

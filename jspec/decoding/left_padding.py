@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Detection of left-padded prompts, as used with transformers: `generate` would treat the padding as text."""
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """The XLA decoding program, which runs rounds until every row is done."""
 
 import contextlib

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The optional record of every round's draft tokens, for display: a growing `jspec.core.types.Record`."""
 
 import functools

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """One round: draft, verify, accept, commit. Every loop in jspec runs this round until all rows are done."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The input and output of a round. Every leaf has B as its first axis, so that each row could be handled separately."""
 
 from jax import Array

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """Validation of the arguments of `generate` and `speculative_generate`, before any device work.
 
 Values are checked if they are known. Inside a caller's `jax.jit` there are no values yet, and a call must not wait for

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Validation of sampling parameters. Values are checked if they are known, as in `validate_arguments`."""
 
 import reprlib

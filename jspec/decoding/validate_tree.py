@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Validation of tree drafters, before any device work."""
 
 from typing import TypeVar

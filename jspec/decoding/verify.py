@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Verification: one forward pass of the target over a draft."""
 
 import functools

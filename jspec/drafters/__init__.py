@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Drafters, which propose tokens for the target model to verify. See `jspec.drafters.base` for the contract."""
 
 from jspec.core.tree import Level, Tree

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The drafter contract: a base class with three methods over pytrees, and defaults for everything optional.
 
 A drafter is any pytree with these three methods. Its `propose` pairs every token with the distribution it was drawn

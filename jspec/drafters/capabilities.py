@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """What drafters declare, also for None in place of a drafter, and how wrappers forward it."""
 
 from collections.abc import Iterable

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Prefill in pieces, for drafters that start to read a sequence while other requests are decoding.
 
 `init` prefills whole prompts. An engine prefills a long prompt piece by piece so that other requests need not wait, and

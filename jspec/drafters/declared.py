@@ -1,4 +1,3 @@
-# pyright: strict
 """Defaults that a base class declares for optional attributes, without giving them to its subclasses' fields."""
 
 from collections.abc import Callable

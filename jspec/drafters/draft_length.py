@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportIncompatibleVariableOverride=false
+# pyright: reportIncompatibleVariableOverride=false
 """The number of tokens to draft per round: a fixed number, or a choice for each row and round.
 
 A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.

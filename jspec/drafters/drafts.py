@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Building blocks of drafters: checks and masks of drafts, vocabularies that differ by padding, and recent tokens."""
 
 import dataclasses

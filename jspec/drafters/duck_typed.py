@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The adapter around drafters that do not derive from `Drafter`; nothing else looks for attributes they may lack."""
 
 import math

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """What a drafter receives from the target, and the older form of methods that take it as separate arguments."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Debug mode: a wrapper that checks each of a drafter's drafts against the contract."""
 
 import functools

@@ -1,4 +1,3 @@
-# pyright: strict
 """Continuous batching: requests join and leave a batch, which is decoded in the rounds of `speculative_generate`."""
 
 from jspec.engine.engine import Engine

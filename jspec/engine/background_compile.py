@@ -1,4 +1,3 @@
-# pyright: strict
 """Background compilation of rarely needed programs, at their first use."""
 
 import logging

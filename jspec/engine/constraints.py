@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Constraints on output, such as grammars. The host computes the allowed tokens between drafting and verification.
 
 The allowed tokens mask the target's distribution at every position of a draft. The output therefore has exactly the

@@ -1,4 +1,3 @@
-# pyright: strict
 """The engine: one thread that owns the runner, and a queue for requests from all other threads."""
 
 import asyncio

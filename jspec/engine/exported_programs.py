@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Exported programs on disk, so that a later process neither traces nor lowers them again.
 
 JAX's persistent compilation cache stores compiled programs and finds them by their lowered form. Tracing and lowering

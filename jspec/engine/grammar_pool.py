@@ -1,4 +1,3 @@
-# pyright: strict
 """Compiled grammars, each running in its own processes with time and memory limits (see `grammar_worker`)."""
 
 import contextlib

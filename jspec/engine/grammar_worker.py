@@ -1,4 +1,3 @@
-# pyright: strict
 """The script for the processes that run llguidance. It imports neither JAX nor jspec.
 
 A server process forks a compiler for each grammar, and a compiler forks a matcher for each output. A grammar that

@@ -1,4 +1,3 @@
-# pyright: strict
 """Constraints from JSON schemas, regular expressions and grammars, compiled with llguidance."""
 
 import json

@@ -1,4 +1,3 @@
-# pyright: strict
 """Heartbeats, which show whether short pieces of work finish in time."""
 
 import time

@@ -1,4 +1,3 @@
-# pyright: strict
 """The policy that chooses the number of draft tokens, from round costs and recent acceptance rates at each position."""
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: strict
 """The host's loop between device calls. It runs in one thread and never waits for sockets."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Memory checks before slots are allocated, and release of the memory that compilation leaves allocated."""
 
 import contextlib

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """An engine's programs. Each takes the slots and returns them; the slots are donated, and written in place."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Requests and their results."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """The number of rounds per call: enough to make the overhead small, and few enough to keep waiting times short."""
 
 import statistics

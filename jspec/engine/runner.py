@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """The device side of an engine: the slots, and the compiled programs that act on them, called one at a time."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Slot assignment and prefill order, in plain Python on host data. Nothing here touches a device."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Limits on schemas and regular expressions, checked before compilation."""
 
 import math

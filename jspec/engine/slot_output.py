@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false
 """A call's output for every slot, packed into two arrays, because fewer copies to the host are faster."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Slots: the rows of one endless batch. They are allocated once, and requests join and leave them."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Validation of an engine's arguments, and their defaults: sequence lengths, draft lengths and slots."""
 
 import numbers

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Validation of a request against the limits of an engine."""
 
 import functools

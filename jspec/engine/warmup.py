@@ -1,4 +1,3 @@
-# pyright: strict
 """Warm-up before the first request, which measures the costs of pieces and rounds, one by one, on dummy text."""
 
 import itertools

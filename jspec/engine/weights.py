@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A check that an engine's models still hold the weights that its programs read."""
 
 from collections.abc import Sequence

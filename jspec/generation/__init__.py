@@ -1,2 +1,1 @@
-# pyright: strict
 """Public generation functions for token ids, for text and for streaming."""

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """`complete`: batched completion of prompts in one call, with a result for each prompt."""
 
 import dataclasses

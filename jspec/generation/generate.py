@@ -1,4 +1,3 @@
-# pyright: strict
 """`generate` and `speculative_generate`: each is one XLA program, from prompts to tokens."""
 
 from jax import Array

@@ -1,4 +1,3 @@
-# pyright: strict
 """The type of one request's statistics."""
 
 from typing import TypedDict

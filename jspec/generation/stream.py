@@ -1,4 +1,3 @@
-# pyright: strict
 """`stream`: the output for one prompt, part by part as it is decoded."""
 
 import itertools

@@ -1,2 +1,1 @@
-# pyright: strict
 """The Llama decoder in Flax NNX: layers, attention, KV cache, quantisation and checkpoint loading."""

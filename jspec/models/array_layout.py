@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Memory layouts for weights that should not have a device's default layout."""
 
 import jax

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Grouped-query attention over a fixed-shape KV cache, limited to the part that has been written."""
 
 import functools

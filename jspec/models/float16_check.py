@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A check that a model's activations fit into float16, whose limit is 65,504, by a float32 pass over a probe prompt."""
 
 from collections.abc import Iterator

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The KV cache, which is allocated once with a fixed shape and never moved.
 
 Slot t holds position t. A single number, the length, describes a row's valid part. A query at position t sees slots

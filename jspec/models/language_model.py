@@ -1,4 +1,3 @@
-# pyright: strict
 """The model contract: what decoding needs from a target or a draft model."""
 
 from collections.abc import Sequence

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The parts of a Llama other than attention: projections, norm and gated MLP. Norms are computed in float32."""
 
 import functools

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The Llama decoder as a Flax NNX module. It is a pytree, so it can be passed to `jax.jit`, sharded or closed over."""
 
 import itertools

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Checkpoint loading, which turns the arrays that `convert` reads into a `Llama`."""
 
 from collections.abc import Iterable

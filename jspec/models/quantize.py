@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Quantisation, which stores every matrix as int8 with one float32 scale per column.
 
 Decoding reads all weights at every pass, so their size in bytes determines its cost. A draft model can be rounded

@@ -1,4 +1,3 @@
-# pyright: strict
 """Rotary position embeddings: the frequency of each pair of dimensions, and the rotation itself."""
 
 import math

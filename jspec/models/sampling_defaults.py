@@ -1,4 +1,3 @@
-# pyright: strict
 """The sampling parameters that a model's files recommend."""
 
 import functools

@@ -1,2 +1,1 @@
-# pyright: strict
 """Prediction of memory and speed on a device from published specifications, without running anything."""

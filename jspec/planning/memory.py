@@ -1,4 +1,3 @@
-# pyright: strict
 """The memory that models and decoding need, computed from configurations without loading or running a model.
 
 Weights and caches are counted exactly, and temporaries are estimated. Shapes use the letters of `jspec.core.types`.

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """The `plan` function, which predicts a pair's memory use, speed and best draft length before it is downloaded.
 
 It computes predictions from configurations and published specifications. Nothing is measured or run on a device.

@@ -1,4 +1,3 @@
-# pyright: strict
 """Best-case times of passes and rounds on a device, from published bandwidth, peak rate and launch time."""
 
 import dataclasses

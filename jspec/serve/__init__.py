@@ -1,2 +1,1 @@
-# pyright: strict
 """An OpenAI-compatible server on `jspec.engine.Engine`; needs the extra ``serve``."""

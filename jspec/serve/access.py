@@ -1,4 +1,3 @@
-# pyright: strict
 """Access control: the host names that the server accepts, and the web pages that may use it."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """The HTTP routes, and the lifecycle of a request."""
 
 import asyncio

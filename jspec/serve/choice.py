@@ -1,4 +1,3 @@
-# pyright: strict
 """One choice in a response: the engine's output so far, as text."""
 
 import time

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnnecessaryComparison=false
+# pyright: reportUnnecessaryComparison=false
 """Limits on the number of connections and on how long each may keep the server waiting; eviction of the slowest."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# pyright: strict
 """Compilation of request constraints in parallel with other work, and a limit on their number."""
 
 import asyncio

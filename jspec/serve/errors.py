@@ -1,4 +1,3 @@
-# pyright: strict
 """Errors in the format that OpenAI clients expect."""
 
 import dataclasses

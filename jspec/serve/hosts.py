@@ -1,4 +1,3 @@
-# pyright: strict
 """Parsing of hosts and origins into the form that browsers use, and the server's own names."""
 
 import ipaddress

@@ -1,4 +1,3 @@
-# pyright: strict
 """One request body in the engine: its choices, and the tasks that wait for them."""
 
 import asyncio

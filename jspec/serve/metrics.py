@@ -1,4 +1,3 @@
-# pyright: strict
 """The metrics that /metrics returns, named as in vLLM after a prefix.
 
 Each choice counts as one request. A prompt's tokens count once.

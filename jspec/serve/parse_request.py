@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of a request body into engine requests with token-id prompts, sampling parameters, keys and end tokens."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """The raw request: its API key, its size and its JSON."""
 
 import asyncio

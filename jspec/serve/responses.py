@@ -1,4 +1,3 @@
-# pyright: strict
 """Responses to clients: choices as JSON, either whole or in chunks. A chunk is a part of the whole response."""
 
 import bisect

@@ -1,4 +1,3 @@
-# pyright: strict
 """The server process: its port, its engine and its graceful shutdown."""
 
 import asyncio

@@ -1,4 +1,3 @@
-# pyright: strict
 """Request body schemas. Types are strict, unknown fields are errors, and a null field counts as missing."""
 
 import reprlib

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Responses that are serialised and sent piece by piece. Clients must read each piece in time."""
 
 import asyncio

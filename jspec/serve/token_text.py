@@ -1,4 +1,3 @@
-# pyright: strict
 """Token names in responses."""
 
 import re

@@ -1,4 +1,3 @@
-# pyright: strict
 """Drafting statistics in responses."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Text input and output: tokenizers, random keys from a seed, and detokenization.
 
 Modules that accept or return text import this package. Modules that run the decoding loop do not.

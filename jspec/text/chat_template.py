@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Encoding of prompts as one ragged batch: text, token ids, or conversations rendered by the model's chat template."""
 
 import dataclasses

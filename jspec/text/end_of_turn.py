@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false
 """The token that a chat template puts after an assistant's message.
 
 A chat model ends its answers with this token, whether or not its files call it an EOS.
@@ -6,6 +5,8 @@ A chat model ends its answers with this token, whether or not its files call it 
 
 import functools
 import re
+from collections.abc import MutableMapping
+from typing import cast
 
 from jspec.core.tokenizer import Tokenizer
 
@@ -41,7 +42,9 @@ def _rendered(tokenizer: Tokenizer, template: str) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: ""}
+    functions = cast(MutableMapping[str, object], environment.globals)
+    functions["raise_exception"] = _refuse
+    functions["strftime_now"] = lambda form: ""
     options: dict[str, object] = {"messages": _CHAT, "tools": None, "documents": None, "add_generation_prompt": False}
     options |= tokenizer.special_tokens_map
     return environment.from_string(_GENERATION.sub("", template)).render(options)

@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of tokens to text that is safe to show, without partial characters or possible starts of stop strings."""
 
 import bisect

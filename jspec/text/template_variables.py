@@ -1,4 +1,3 @@
-# pyright: strict
 """Chat-template variables that callers set, such as ``enable_thinking``."""
 
 import reprlib

@@ -1,4 +1,3 @@
-# pyright: strict
 """Tokenizer settings from files other than tokenizer.json: named special tokens, added tokens and the chat template."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Tokenizers read from tokenizer.json or a GGUF file.
 
 The tokenizers library uses these files without changes. Some tokenizer classes in transformers instead rebuild the

@@ -1,4 +1,3 @@
-# pyright: strict
 """Closed-form predictions of the gain from speculative decoding, in NumPy float64.
 
 Every function maps acceptance rates and cost ratios to a number that can be compared with a measurement. None of

@@ -1,4 +1,3 @@
-# pyright: strict
 """Closed forms for chains: acceptance rate, expected tokens per round, speed-up and the best k."""
 
 import numpy as np

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """The expected number of tokens from a draft tree, and the best tree of a given size, given acceptance rates by rank.
 
 If its parent is accepted, a child of rank r is accepted with probability ``acceptance_by_rank[r]``, at any depth. This

@@ -1,4 +1,3 @@
-# pyright: strict
 """Fixed-shape batches of rows, in an order that depends only on the seed and the step number."""
 
 import dataclasses

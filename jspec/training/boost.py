@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Draft models that complement each other: each model learns the tokens that earlier models get wrong."""
 
 import dataclasses

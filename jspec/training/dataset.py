@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """A drafter's training data: token sequences, and the tokens in them that the drafter learns to draft."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """EAGLE heads in training: a head's logits for whole sequences, computed step by step as when drafting."""
 
 import dataclasses

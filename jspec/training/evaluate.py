@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A trained drafter's gain on this device: tokens per round, predicted and measured, and speed."""
 
 import dataclasses

@@ -1,5 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false
 """The training loop: a jitted step, periodic checkpoints, and evaluation on held-out text."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Heads, adapters, vectors and models in training: the logits of each for whole sequences.
 
 All functions yield ``float32[B, S, V]`` for each depth. At position t, all depths predict the same token. The logits of

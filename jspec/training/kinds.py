@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false
 """The kinds of drafters that can be trained, each with an initial drafter and its logits for whole sequences."""
 
 import dataclasses

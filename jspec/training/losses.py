@@ -1,4 +1,3 @@
-# pyright: strict
 """Distances between a draft's distribution q and the target's p, which training minimises.
 
 Leviathan et al. 2023, corollary 3.6: a token is accepted with probability ``sum min(p, q)``, which is one minus the

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The training objective and its metrics: a head's distributions compared with the target's, depth by depth."""
 
 from collections.abc import Iterable

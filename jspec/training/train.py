@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """`train_drafter`: train a drafter for a target, in a folder from which an interrupted run resumes."""
 
 import dataclasses

@@ -1,2 +1,1 @@
-# pyright: strict
 """Measurements that choose the number of draft tokens, the tree or the exit layer."""

@@ -1,4 +1,3 @@
-# pyright: strict
 """The `tune` function, which times the decoding programs, and the choice of draft length for "auto"."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The choice of a draft length from the measured cost and yield of rounds.
 
 Nothing in this file decodes. `jspec.tuning.tune` provides a function that decodes. This file times it, counts its

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportMissingTypeStubs=false
 """The choice of a tree that beats the best chain, proposed by predicted cost and yield and selected by measurement.
 
 A fan is a tree with several draft tokens for one position: two, four, and the allowed maximum. Runs with fans measure

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Argument checks for the measuring functions, performed before any measurement."""
 
 import numbers

@@ -20,6 +20,8 @@ ROOMS = [
     *("core", "text", "theory", "models", "acceptance", "rules", "planning", "drafters", "lengths"),
     *("bundled", "decoding", "tuning", "engine", "generation", "training", "online", "serve", "cli"),
 ]
+# Functions of more than eight parameters that are neither public nor commands; add none.
+WIDE = {"prefill", "_decode_rounds", "check_arguments", "run_program", "decode_program", "_kernel"}
 FILES = sorted(path for package in ("jspec", "convert") for path in (ROOT.parent / package).rglob("*.py"))
 
 
@@ -245,3 +247,28 @@ def test_sizes(report):
     )
     assert files[longest_file] <= 350
     assert functions[longest_function] <= 70
+
+
+def _parameters(function):
+    """Return the number of a function's parameters, apart from `self` and `cls`."""
+    names = [part.arg for part in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_types_are_declared(report):
+    """Few values are `Any`, few attributes are probed, and few functions take many parameters."""
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    thousands = sum(len(text.splitlines()) for text in texts.values()) / 1000
+    untyped = sum(len(re.findall(r"\bAny\b", text)) for text in texts.values()) / thousands
+    probes = sum(len(re.findall(r"\b(?:getattr|hasattr)\(", text)) for text in texts.values()) / thousands
+    wide = {
+        f"{_name(path)}.{node.name}": _parameters(node)
+        for path, text in texts.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and _parameters(node) > 8 and not _name(path).startswith("jspec.cli")
+    }
+    report(any_per_1000_lines=round(untyped, 1), probes_per_1000_lines=round(probes, 1), wide=len(wide))
+    assert untyped <= 4
+    assert probes <= 3
+    public = {"complete", "stream", "speculative_generate", "plan", "train_drafter", "tune", "__init__"}
+    assert {name.rsplit(".", 1)[1] for name in wide} - public <= WIDE

@@ -1,2 +1,1 @@
-# pyright: strict
 """EAGLE head files, in the layouts of several programs."""

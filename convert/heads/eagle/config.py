@@ -1,4 +1,3 @@
-# pyright: strict
 """An EAGLE head's configuration, and the other contents of its files."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """EAGLE head files: config.json and safetensors, in the layouts of `convert.heads.eagle.tensor_names`."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """A parser for an EAGLE head's config.json. It parses or rejects every flag that changes the result."""
 
 import dataclasses

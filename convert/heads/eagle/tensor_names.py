@@ -1,4 +1,3 @@
-# pyright: strict
 """The mapping between our tensor names and those in an EAGLE head's files, for each layout.
 
 Our names are those of `jspec.drafters.heads.eagle_module.Eagle`. Weights are [out, in], as in the files. q, k and v are

@@ -1,4 +1,3 @@
-# pyright: strict
 """Conversion of an `EagleConfig` to a config.json that sets every flag, because programs have different defaults."""
 
 import dataclasses

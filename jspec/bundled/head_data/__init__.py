@@ -1,4 +1,3 @@
-# pyright: strict
 """The trained heads that ship with jspec. Each has a folder named after the known model that it was trained for."""
 
 from pathlib import Path

@@ -1,2 +1,1 @@
-# pyright: strict
 """Combined drafters, which are composed of other drafters."""

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The base class for drafters that combine two others."""
 
 from typing import cast

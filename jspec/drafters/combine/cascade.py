@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Speculation within the draft: a small drafter drafts for a middle model, which drafts for the target."""
 
 import dataclasses

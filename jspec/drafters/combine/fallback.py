@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A combination of two drafters: the second one drafts in rows where the first one proposes nothing."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A combination of two drafters: the better one drafts the first tokens, and a cheaper one drafts the rest."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A drafter that draws from a weighted mean of two drafters' distributions."""
 
 import numbers

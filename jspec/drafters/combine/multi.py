@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """A combination of several drafters in one tree, with one chain per drafter after the last committed token."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Base classes for drafters that have trained heads on the target's last hidden state, beside the target's own."""
 
 from typing import cast

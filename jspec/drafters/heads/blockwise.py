@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Blockwise parallel decoding: one layer after the target's last computes several states for the target's own head."""
 
 from typing import ClassVar

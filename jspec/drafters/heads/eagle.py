@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """EAGLE: a trained layer that reads the target's hidden states, and drafts onward from its own states."""
 
 from pathlib import Path

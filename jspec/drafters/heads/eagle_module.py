@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """EAGLE heads: a layer that predicts the target's next tokens from the target's hidden states.
 
 The layer reads each token's embedding together with the target's states at the previous token. Its output at that token

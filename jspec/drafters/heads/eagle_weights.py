@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """File I/O for EAGLE heads: `load` fills an `Eagle` with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses

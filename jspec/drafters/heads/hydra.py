@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Hydra: Medusa-like heads, each of which also reads the tokens that the preceding heads have drafted."""
 
 from typing import ClassVar

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false
 """Kangaroo: the target's first layers, and a small trained attention layer in place of all its other layers."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Medusa: additional heads draft the tokens after the next one, all from a single hidden state of the target."""
 
 from pathlib import Path

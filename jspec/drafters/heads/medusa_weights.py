@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """File I/O for Medusa heads: `load` fills modules with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """PaSS: the target reads vectors in place of the tokens after the sequence, and predicts the tokens there."""
 
 import functools

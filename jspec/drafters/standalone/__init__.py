@@ -1,2 +1,1 @@
-# pyright: strict
 """Standalone drafters, which need neither a second drafter nor a trained head."""

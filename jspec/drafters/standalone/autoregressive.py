@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Token-by-token drafting: the base class of drafters whose distributions depend on the preceding tokens."""
 
 from collections.abc import Callable

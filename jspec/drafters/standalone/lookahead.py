@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Lookahead decoding: the target extends its own predictions while it verifies, and later drafts reuse them."""
 
 import dataclasses

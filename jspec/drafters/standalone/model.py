@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A separate, smaller language model as the drafter, with its own KV cache."""
 
 from pathlib import Path

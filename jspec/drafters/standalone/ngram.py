@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Prompt lookup: copy the tokens after an earlier match in the row (Leviathan et al. 2023, section 3.6, "copy")."""
 
 import dataclasses

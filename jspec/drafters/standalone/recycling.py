@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Token recycling: when a token recurs, draft the tokens that the target ranked as most likely after it before."""
 
 import dataclasses

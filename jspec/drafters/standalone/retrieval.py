@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Retrieval: draft the continuations of the row's last tokens in a corpus (He et al. 2023, "REST")."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """Drafters from token counts: unigrams, or bigrams given the last token (Leviathan et al. 2023, 3.6 and 4.2)."""
 
 import jax.numpy as jnp

@@ -1,2 +1,1 @@
-# pyright: strict
 """Tree drafters, which propose a tree of tokens."""

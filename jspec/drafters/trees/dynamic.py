@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """A dynamic tree of draft tokens, which grows in each round where acceptance is most likely."""
 
 import dataclasses

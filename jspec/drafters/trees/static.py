@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnnecessaryIsInstance=false
+# pyright: reportUnnecessaryIsInstance=false
 """A static tree of draft tokens, from any drafter that returns the distribution of the next token."""
 
 import dataclasses

@@ -1,4 +1,3 @@
-# pyright: strict
 """Hand-written kernels for operations that XLA splits into many kernels, and the limits on their arguments.
 
 A kernel is imported when a program that uses it is lowered, because importing Pallas takes a quarter of a second.

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """The end of a block as one Pallas kernel for NVIDIA GPUs.
 
 The kernel sums the parts of a product, adds the sum to the residual stream and norms the result. A product with few

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false
 """Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the output projection's input.
 
 Kernel launches dominate the time of a layer in decoding. XLA needs about ten launches to rotate, write the cache and

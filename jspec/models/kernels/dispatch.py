@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false
 """The decision whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
 import functools
