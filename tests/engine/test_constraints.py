@@ -11,10 +11,11 @@ from jspec.engine import Engine, Request
 from jspec.engine.runner import Runner
 from support import drafters, oracle
 from support.constrained import OPTIONS, NoMultiples, models, requests, texts
-from support.law import NUM_TOKENS, VOCAB, plain
+from support.law import NUM_TOKENS, VOCAB, exact_law
 from support.matrix import PROMPTS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+SETTINGS = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +24,16 @@ def compiled_when_met(monkeypatch):
     monkeypatch.setattr(Runner, "deferred_compiles", lambda _: [])
 
 
-def law(prompt, settings):
-    """Return the joint distribution, ``float64[512]``, of three tokens that `NoMultiples` allows."""
+@functools.cache
+def law(row):
+    """Return the joint distribution, ``float64[512]``, of three tokens that `NoMultiples` allows after a prompt."""
 
-    def next_law(text):
-        logits = np.asarray(plain(models()[0], np.array([[*prompt, *text]])))[0, -1]
+    def bias(text):
         matcher = NoMultiples()
         matcher.text = list(text)
-        bias = np.where([matcher.may(token) for token in range(VOCAB)], 0, -np.inf)
-        return oracle.sampling_law(logits, logit_bias=bias, prompt=prompt, generated=text, **settings)
+        return np.where([matcher.may(token) for token in range(VOCAB)], 0, -np.inf)
 
-    return oracle.joint_law(functools.cache(next_law), VOCAB, NUM_TOKENS)
+    return exact_law(models()[0], PROMPTS[row], SETTINGS[row], bias)
 
 
 def drafter_of(kind):
@@ -42,14 +42,13 @@ def drafter_of(kind):
 
 def check_law(report, kind, count):
     """Check requests with and without a key, decoded alongside unconstrained requests."""
-    settings = ({}, {"top_p": 0.8, "repetition_penalty": 1.3})
     kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
     keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
     requests = [
         Request(
             PROMPTS[i],
             NUM_TOKENS,
-            jspec.SamplingParams(**settings[i]),
+            jspec.SamplingParams(**SETTINGS[i]),
             next(keys) if keyed else None,
             constraint=NoMultiples,
         )
@@ -63,7 +62,7 @@ def check_law(report, kind, count):
     for (keyed, i), result in zip(kinds, results, strict=True):
         assert result.finish_reason == "length", result.error
         counts[keyed, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
-    p_values = [oracle.p_value(counts[keyed, i], law(PROMPTS[i], settings[i])) for keyed in (0, 1) for i in range(2)]
+    p_values = [oracle.p_value(counts[keyed, i], law(i)) for keyed in (0, 1) for i in range(2)]
     sees = oracle.detectable(count, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 4)
     report(settings=4, texts_each=count, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
     assert min(p_values) > oracle.ALPHA / 4
@@ -129,8 +128,8 @@ def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
 
     found, tried = [], jspec.SamplingParams(temperature=3.0)
     keys = jax.random.split(jax.random.key(3), 12)
-    for count in (1, 2):  # without a drafter and with one
-        with Engine(*models()[:count], slots=3, **OPTIONS) as engine:
+    for drafts, slots in (((), 1), (models()[1:], 3)):
+        with Engine(models()[0], *drafts, slots=slots, **OPTIONS) as engine:
             found.append(engine.generate([Request((1, 2), 24, tried, key, constraint=Breaks) for key in keys]))
     whole = [[one.finish_reason for one in results] for results in found]
     assert whole[0] == whole[1] and {"error", "length"} <= {*whole[0]}
@@ -148,7 +147,7 @@ def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
 
     free, _, other = requests(3)
     bad = Request((1, 2), 9, key=free.key if keyed else None, constraint=fails)
-    with Engine(*models(), slots=2, **OPTIONS, journal=True) as engine:
+    with Engine(*models(), slots=3, **OPTIONS, journal=True) as engine:
         alone = texts(engine.generate([free, other]))
         found = engine.generate([free, bad, other, bad])
     names = [name for name, _ in engine.device.commands]
@@ -166,13 +165,13 @@ def test_drafted_ids_that_are_vectors_are_not_asked_for():
             return bool(table[token]) and super().may(token)
 
     drafter = drafters.make("vectors", *models())
-    with Engine(models()[0], drafter, slots=2, **OPTIONS) as engine:
+    with Engine(models()[0], drafter, slots=1, **OPTIONS) as engine:
         for result in engine.generate([Request((1, 2), 12, constraint=Table)] * 3):
             assert result.finish_reason == "length", result.error
 
 
 def test_what_leaves_no_token_is_said():
     bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # the constraint forbids a 0 after a 0
-    with Engine(*models(), slots=1, **OPTIONS) as engine:
+    with Engine(*models(), slots=3, **OPTIONS) as engine:
         result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]
     assert result.tokens == [0] and "No token may follow" in result.error

@@ -38,8 +38,13 @@ def llama_pair():
     return target, {"related": toys.tiny_llama(11, 1, related_to=target), "unrelated": toys.tiny_llama(12, 1)}
 
 
-def exact_law(target, prompt, settings):
-    """Return the joint distribution, ``float64[512]``, from the target's logits over every text, sampled in float64."""
+def exact_law(target, prompt, settings, bias=None, eos=()):
+    """Return the joint distribution, ``float64[512]``, from the target's logits over every text, sampled in float64.
+
+    Args:
+        bias: ``(generated tuple) -> float64[V]``, added to the logits after that text; None for no bias.
+        eos: tokens that end a text, which is then padded with token 0.
+    """
     texts = np.stack(np.unravel_index(np.arange(VOCAB**2), (VOCAB, VOCAB)), axis=1)
     width = max(map(len, PROMPTS)) + 2
     tokens = np.zeros((len(texts), width), np.int32)
@@ -51,9 +56,10 @@ def exact_law(target, prompt, settings):
     @functools.cache
     def next_law(text):
         row = int(np.ravel_multi_index((*text, 0, 0)[:2], (VOCAB, VOCAB)))
-        return oracle.sampling_law(logits[row, len(prompt) - 1 + len(text)], prompt=prompt, generated=text, **settings)
+        after = logits[row, len(prompt) - 1 + len(text)] + (0 if bias is None else bias(text))
+        return oracle.sampling_law(after, prompt=prompt, generated=text, **settings)
 
-    return oracle.joint_law(next_law, VOCAB, NUM_TOKENS)
+    return oracle.joint_law(next_law, VOCAB, NUM_TOKENS, eos)
 
 
 plain = jax.jit(lambda model, tokens: model(tokens))
