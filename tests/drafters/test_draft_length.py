@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.core.row_ops import slice_rows, write_rows
 from jspec.core.types import pytree
 from jspec.drafters.draft_length import compiled_lengths
 from support import drafters, oracle, toys
 from support.exits import LENGTHS, TOKENS, K, drafted
 from support.few import by_default
+from support.law import plain
 from support.matrix import check_texts, pair, text_p_values
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
@@ -85,10 +85,10 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
     draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
     for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
         full = drafted(jspec.ModelDrafter(draft), **sampling)
-        padded = jnp.pad(jnp.asarray(TOKENS), ((0, 0), (0, K)))
-        text = write_rows(padded, jnp.asarray(full.tokens), jnp.asarray(LENGTHS))
-        laws = slice_rows(jax.nn.softmax(draft(text)), jnp.asarray(LENGTHS) - 1, K)
-        sure = np.take_along_axis(np.asarray(laws), full.tokens[..., None], axis=-1)[..., 0] >= threshold
+        text, after = np.pad(TOKENS, ((0, 0), (0, K))), LENGTHS[:, None] + np.arange(K)
+        np.put_along_axis(text, after, full.tokens, axis=1)
+        laws = np.take_along_axis(oracle.softmax(np.asarray(plain(draft, text))), after[..., None] - 1, axis=1)
+        sure = np.take_along_axis(laws, full.tokens[..., None], axis=-1)[..., 0] >= threshold
         expected = np.minimum(1 + np.cumprod(sure[:, :-1], axis=1).sum(1), most)
         lengths |= set(expected[1:3].tolist())
         rule = jspec.WhileConfident(K, threshold)
@@ -103,7 +103,8 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
 def test_it_does_not_begin_where_no_token_is_likely():
     """The first token's distribution decides, so that a row that begins drafts what it would have drafted anyway."""
     full = drafted(jspec.ModelDrafter(draft := toys.tiny_llama(11)))
-    text = slice_rows(jax.nn.softmax(draft(jnp.asarray(TOKENS))), jnp.asarray(LENGTHS) - 1, 1)[:, 0].max(-1)
+    laws = oracle.softmax(np.asarray(plain(draft, TOKENS)))
+    text = laws[np.arange(len(TOKENS)), LENGTHS - 1].max(-1)
     for first in (np.sort(text)[1:] + np.sort(text)[:-1]) / 2:
         rule = jspec.WhileConfident(K, 1e-6, first=float(first))
         out = drafted(jspec.ModelDrafter(draft), budget=jnp.full(len(TOKENS), K), draft_length=rule)
@@ -140,19 +141,19 @@ def test_what_no_row_wants_is_not_computed():
         counts = {name: sorted(n for which, n in ROWS[1:] if which == name) for name in (0, 1)}
         return counts, int(out.stats.rounds.sum()), int(out.stats.drafted.sum())
 
-    counts, rounds, drafted = rows(jspec.NGramDrafter(60, 60), jspec.UpTo(8))
+    counts, rounds, drafted = rows(jspec.NGramDrafter(60, 60), jspec.UpTo(4))
     assert (counts[0], drafted) == ([1] * rounds, 0)
-    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(8, 0.999))
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.WhileConfident(4, 0.999))
     assert counts[0] == [2] * rounds and len(counts[1]) == drafted + 1  # one pass per token, plus the prompt's
     behind_lookup = jspec.FallbackDrafter(jspec.NGramDrafter(60, 60), jspec.ModelDrafter(draft))
     for drafter in (jspec.ModelDrafter(draft), behind_lookup):
-        counts, rounds, drafted = rows(drafter, jspec.WhileConfident(8, 0.999, first=0.999))
+        counts, rounds, drafted = rows(drafter, jspec.WhileConfident(4, 0.999, first=0.999))
         assert (counts[0], drafted) == ([1] * rounds, 0) and len(counts[1]) <= rounds + 1  # it only reads
     both = jspec.FallbackDrafter(jspec.UnigramDrafter.from_tokens(np.arange(8), 8), jspec.ModelDrafter(draft))
-    counts, rounds, drafted = rows(both, jspec.UpTo(8))
+    counts, rounds, drafted = rows(both, jspec.UpTo(4))
     assert drafted and len(counts[1]) <= rounds + 1
-    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(8))
-    assert set(counts[0]) > {9} and set(counts[0]) <= {1 + n for n in compiled_lengths(jspec.Heuristic(8))}
+    counts, rounds, drafted = rows(jspec.ModelDrafter(draft), jspec.Heuristic(4))
+    assert set(counts[0]) > {5} and set(counts[0]) <= {1 + n for n in compiled_lengths(jspec.Heuristic(4))}
 
 
 @pytest.mark.parametrize("length", by_default(LENGTH_RULES, LENGTH_RULES[1:2]), ids=lambda one: type(one).__name__)
