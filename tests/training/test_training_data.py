@@ -15,6 +15,7 @@ from jspec.training import target_states
 from support import text_pair, toys
 from support.trainings import chats, chatty
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 
 
@@ -148,18 +149,18 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
     ]
     text = tokenizer.decode(max(given, key=len))
     assert text == "user:the 0?<|end|>assistant:the tree<|end|>user:the cat 1?<|end|>assistant:"
-    for i, (row, prompt) in enumerate(zip(found, given, strict=True)):
-        greedy = jspec.generate(
-            TARGET,
-            np.array([prompt]),
-            [len(prompt)],
-            jspec.text.request_keys(0, 1),
-            max_new_tokens=12,
-            sampling=jspec.SamplingParams(temperature=0.0),
-            eos_ids=0,
-        )
+    greedy = jspec.generate(
+        TARGET,
+        np.array([prompt + [0] * (max(map(len, given)) - len(prompt)) for prompt in given]),
+        [*map(len, given)],
+        jspec.text.request_keys(0, 6),
+        max_new_tokens=12,
+        sampling=jspec.SamplingParams(temperature=0.0),
+        eos_ids=0,
+    )
+    for i, (row, tokens) in enumerate(zip(found, np.asarray(greedy.tokens), strict=True)):
         answer = row.tokens[row.learned].tolist()
-        assert (np.asarray(greedy.tokens)[0, : len(answer)].tolist() == answer) == (i % 4 in (0, 2))
+        assert (tokens[: len(answer)].tolist() == answer) == (i % 4 in (0, 2))
     monkeypatch.setattr("jspec.training.train.write_answers", None)
     jspec.train_drafter(TARGET, tokenizer, **options)
 
