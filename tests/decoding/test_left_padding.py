@@ -10,6 +10,7 @@ import jspec
 from jspec.decoding.left_padding import check_right_padded
 from jspec.text import request_keys
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 PAD, BOS, EOS, OTHER = 9, 1, 2, 40
 # The special token ids that models name: (pad, bos, eos). Rows are padded with pad.
 IDS = {
