@@ -17,7 +17,7 @@ from jspec.core.types import Draft, pytree
 from jspec.drafters.base import Stateless
 from jspec.drafters.combine import fallback
 from jspec.drafters.signals import TargetSignals
-from support import drafters, oracle, toys
+from support import drafters, oracle, shallow, toys
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 DRAWS = 200_000
@@ -298,8 +298,9 @@ def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
         assert copied.tolist() == expected
 
 
-def test_the_drafters_of_the_docs(toy, prompts, capsys):
+def test_the_drafters_of_the_docs(toy, prompts, capsys, monkeypatch):
     """The page runs as one program, and so does its custom drafter of twenty lines, as a user might write it."""
+    monkeypatch.setattr(jspec, "demo_pair", shallow.pair)
     page = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):

@@ -1,27 +1,17 @@
 """Drafting with the target's own layers and mixing two drafters' distributions, each against a plain version."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jspec
 from jspec.decoding.program import decode_program
 from support import drafters, toys
 from support.exits import LENGTHS, TOKENS, K, drafted
+from support.shallow import first_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-def shortened(model, num_layers):
-    """Return the first `num_layers` layers of `model` as a separate model, with its own cache."""
-    short = nnx.clone(model)
-    short.layers = nnx.List(list(short.layers)[:num_layers])
-    short.config = dataclasses.replace(short.config, num_hidden_layers=num_layers)
-    return short
 
 
 @pytest.mark.parametrize(
@@ -34,12 +24,12 @@ def shortened(model, num_layers):
     ],
 )
 def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
-    target, batch = toys.tiny_llama(10, 3), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
+    target, batch = toys.tiny_llama(10), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
     options = {"max_new_tokens": 40, "num_draft_tokens": k, "accept": rule}
-    expected = drafters.generate(target, shortened(target, 2), batch, **options)
-    out = drafters.generate(target, jspec.EarlyExitDrafter(2), batch, **options)
+    expected = drafters.generate(target, first_layers(target, 1), batch, **options)
+    out = drafters.generate(target, jspec.EarlyExitDrafter(1), batch, **options)
     jax.tree.map(np.testing.assert_array_equal, (out.tokens, out.stats), (expected.tokens, expected.stats))
-    everything = drafters.generate(target, jspec.EarlyExitDrafter(3), batch, **options)
+    everything = drafters.generate(target, jspec.EarlyExitDrafter(2), batch, **options)
     np.testing.assert_array_equal(everything.stats.rounds, 40 // (k + 1))
     report(tokens=int(out.lengths.sum()), accepted=f"{out.stats.accepted.sum() / out.stats.drafted.sum():.2f}")
 

@@ -17,6 +17,7 @@ import jspec
 from jspec.engine import Engine, Request, grammar_worker
 from jspec.engine.grammars import Grammars
 from jspec.engine.runner import Runner
+from support import shallow
 
 WORDS = ("name", "size", "import", "value", "x")
 
@@ -45,6 +46,7 @@ def schema(rng, depth=0):
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+SIZES = {"slots": 3, "max_length": 256}  # of all engines, which then share their programs
 
 
 def test_tokenizers_for_which_there_are_no_grammars():
@@ -63,7 +65,7 @@ def compiled_when_met(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair():
-    return jspec.demo_pair()
+    return shallow.pair()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def check_schemas(pair, grammars, report, count):
         )
         for i, one in enumerate(schemas)
     ]
-    with Engine(target, draft, slots=4, max_length=256, num_draft_tokens=3) as engine:
+    with Engine(target, draft, **SIZES, num_draft_tokens=3) as engine:
         results = engine.generate(requests)
     constrained = [i for i in range(count) if requests[i].constraint is not None]
     for i in constrained:
@@ -97,7 +99,7 @@ def check_schemas(pair, grammars, report, count):
         jsonschema.validate(json.loads(tokenizer.decode(results[i].tokens[:-1])), schemas[i])
     accepted = sum(sum(results[i].accepted) for i in constrained)
     keyed = [i for i in constrained if i % 2][:6]
-    with Engine(target, slots=2, max_length=256) as engine:
+    with Engine(target, **SIZES) as engine:
         plain = engine.generate([requests[i] for i in keyed])
     differ = sum(one.tokens != results[i].tokens for one, i in zip(plain, keyed, strict=True))
     report(schemas=len(constrained), valid=len(constrained), accepted_drafts=accepted, differ_from_plain=differ)
@@ -121,7 +123,7 @@ def test_texts_match_a_regular_expression_or_a_grammar(pair, grammars):
         Request(tuple(tokenizer("class A:\n")["input_ids"]), 60, eos_ids=ends, constraint=one)
         for one in (grammars.regex(pattern), grammars.lark(lark))
     ]
-    with Engine(target, draft, slots=2, max_length=128, num_draft_tokens=3) as engine:
+    with Engine(target, draft, **SIZES, num_draft_tokens=3) as engine:
         first, second = (tokenizer.decode(result.tokens[:-1]) for result in engine.generate(requests))
     assert re.fullmatch(pattern, first) and re.fullmatch(r"x = \d{1,2}(\+\d{1,2}){1,4}", second)
 
@@ -155,7 +157,7 @@ def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, 
     tree = jspec.TreeDrafter(draft, jspec.Tree.branching((2, 1)))
     texts = []
     for drafter in (None, draft, tree):
-        with Engine(target, drafter, slots=3, max_length=128) as engine:
+        with Engine(target, drafter, **SIZES) as engine:
             runner, decode_rounds, calls = engine.device, engine.device.decode_rounds, iter(range(10**6))
             failing = lambda *how: 1 / 0 if next(calls) == 3 else decode_rounds(*how)  # noqa: B023, E731
             monkeypatch.setattr(runner, "decode_rounds", failing)
@@ -173,7 +175,7 @@ def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
     request = Request(
         prompt, 20, jspec.SamplingParams(min_tokens=9), eos_ids=ends, constraint=grammars.regex("[0-9]{2}")
     )
-    with Engine(target, slots=1, max_length=64) as engine:
+    with Engine(target, **SIZES) as engine:
         result = engine.generate([request])[0]
     assert result.error_code == "constraint_conflict" and result.is_refused
     assert result.error == (
@@ -201,8 +203,8 @@ def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
         Request(prompt, 30, jspec.SamplingParams(logit_bias=bias), key, ends, constraint=make)
         for key in jax.random.split(jax.random.key(2), 2)
     ]
-    for drafts in ((), (draft,)):
-        with Engine(target, *drafts, slots=2, max_length=64) as engine:
+    for drafts in ({}, {"draft": draft, "num_draft_tokens": 3}):
+        with Engine(target, **drafts, **SIZES) as engine:
             for result in engine.generate(requests):
                 assert result.error_code == "constraint_dead_end" and not result.is_refused
                 assert tokenizer.decode(result.tokens).endswith(",")
@@ -211,7 +213,7 @@ def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
 def test_a_constraint_outlives_the_grammars_that_nobody_holds(pair):
     make = Grammars(pair[2], pair[0].config.vocab_size).regex("[a-z]{2}")
     gc.collect()
-    with Engine(pair[0], slots=1, max_length=64) as engine:
+    with Engine(pair[0], **SIZES) as engine:
         result = engine.generate([Request((1, 2), 5, eos_ids=(pair[2].eos_token_id,), constraint=make)])[0]
     assert re.fullmatch("[a-z]{2}", pair[2].decode(result.tokens[:-1]))
 
@@ -262,6 +264,6 @@ def test_closed_grammars_make_no_more(pair):
         make = grammars.regex("[a-z]")
     with pytest.raises(RuntimeError, match="The Grammars object is closed"):
         grammars.regex("[a-z]")
-    with Engine(pair[0], slots=1, max_length=64) as engine:
+    with Engine(pair[0], **SIZES) as engine:
         result = engine.generate([Request((1, 2), 5, constraint=make)])[0]
     assert result.finish_reason == "error" and result.error
