@@ -28,19 +28,20 @@ NAMES = drafters.NAMES + drafters.TREE_NAMES
 
 @pytest.fixture(scope="module")
 def models():
-    target = toys.tiny_llama(0, 3)
+    target = toys.tiny_llama(0)
     return target, toys.tiny_llama(1, 1, related_to=target)
 
 
 @pytest.fixture(scope="module")
 def requests(models):
-    """Return prompts, keys, and the output of `jspec.generate` for each prompt alone."""
+    """Return prompts, keys, and the output of `jspec.generate` for each prompt alone, in the width of the longest."""
     target, rng = models[0], np.random.default_rng(0)
     prompts = [rng.integers(target.config.vocab_size, size=n).tolist() for n in LENGTHS]
     keys = jax.random.split(jax.random.key(7), len(prompts))
+    padded = np.array([prompt + [0] * (max(LENGTHS) - len(prompt)) for prompt in prompts])
     alone = [
-        jspec.generate(target, np.array([prompt]), np.array([len(prompt)]), keys[i : i + 1], max_new_tokens=NEW)
-        for i, prompt in enumerate(prompts)
+        jspec.generate(target, padded[i : i + 1], np.array([n]), keys[i : i + 1], max_new_tokens=NEW)
+        for i, n in enumerate(LENGTHS)
     ]
     return prompts, keys, jax.device_get(alone)
 
