@@ -79,13 +79,21 @@ def test_what_is_unrolled_of_vectors_is_what_the_target_says():
     """After every token, unrolled logits equal those of the target if the text ended there."""
     trainee = kinds.trainee_of(kinds.of_pass(TARGET, None, 3, 0))
     weights = heads.drawn(trainee.weights)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(2, 6)))
-    said = list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, ()), 3))
+    tokens = np.random.default_rng(1).integers(V, size=(2, 6), dtype=np.int32)
+
+    @jax.jit
+    def unrolled(weights):
+        return list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, ()), 3))
+
+    @jax.jit
+    def read(nodes):
+        cache, vectors = TARGET.new_cache(*nodes.shape), trainee.drafter(weights).embeddings
+        return TARGET.logits(TARGET.forward(nodes, cache, jnp.zeros(2, jnp.int32), embeddings=vectors)[0])
+
+    said = jax.device_get(unrolled(weights))
     for upto in (1, 4, 6):
-        nodes = jnp.concatenate([tokens[:, :upto], jnp.tile(V + jnp.arange(3), (2, 1))], axis=1)
-        vectors = trainee.drafter(weights).embeddings
-        hidden, _ = TARGET.forward(nodes, TARGET.new_cache(*nodes.shape), jnp.zeros(2, jnp.int32), embeddings=vectors)
-        logits = TARGET.logits(hidden)
+        nodes = np.concatenate([tokens[:, :upto], np.tile(V + np.arange(3, dtype=np.int32), (2, 1))], axis=1)
+        logits = np.asarray(read(nodes))
         for i in range(min(3, 7 - upto)):
             np.testing.assert_allclose(said[i][:, upto - 1 + i], logits[:, upto + i], atol=2e-5)
 
