@@ -202,14 +202,14 @@ def test_greedy_children_are_the_likeliest_tokens(toy, prompts):
 def test_limits_end_of_text_and_what_is_counted(toy, prompts):
     """If the limit is below the depth, deeper nodes do not count as drafted."""
     target, batch = toy(0), prompts([3, 5])
-    options = {"sampling": jspec.SamplingParams(temperature=0, max_tokens=[1, 2])}
-    out = drafters.generate(target, TreeDrafter(target, Tree.branching((2, 1, 2))), batch, max_new_tokens=8, **options)
+    drafter = TreeDrafter(target, Tree.branching((2, 1, 2)))
+    options = {"sampling": jspec.SamplingParams(temperature=0, max_tokens=[1, 2]), "eos_ids": [[-1], [-1]]}
+    out = drafters.generate(target, drafter, batch, max_new_tokens=8, **options)
     np.testing.assert_array_equal(out.lengths, [1, 2])
     np.testing.assert_array_equal(out.stats.drafted, [2, 4])
     np.testing.assert_array_equal(out.stats.accepted, [1, 2])
     end = int(out.tokens[1, 0])
-    options = {"sampling": jspec.SamplingParams(temperature=0), "eos_ids": [[-1], [end]]}
-    drafter = TreeDrafter(target, Tree.branching((2, 1, 2)))
+    options = {"sampling": jspec.SamplingParams(temperature=0, max_tokens=[8, 8]), "eos_ids": [[-1], [end]]}
     ended = drafters.generate(target, drafter, batch, max_new_tokens=8, **options)
     assert ended.lengths[1] == 1 and ended.stats.drafted[1] == 2 and ended.stats.accepted[1] == 1
 
