@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jspec
@@ -45,16 +46,31 @@ def made(count, seed=0, seeded=True):
     ]
 
 
+def _every_field(request):
+    """Return a request's sampling parameters with an array in every field, so that all requests share one program.
+
+    The arrays are on the device, where `jspec.generate` does not see that a field is at its default.
+    """
+    sampling = dataclasses.replace(request.sampling, max_tokens=request.max_new_tokens)
+    fields = {
+        name: jnp.asarray([value], np.float32 if isinstance(value, float) else np.int32)
+        for name, value in vars(sampling).items()
+        if isinstance(value, int | float)
+    }
+    bias = np.zeros(VOCAB, np.float32) if sampling.logit_bias is None else sampling.logit_bias
+    return dataclasses.replace(sampling, **fields, logit_bias=bias)
+
+
 def alone(target, requests):
-    """Return the output of `jspec.generate` for each request in a batch of its own; one kind shares one program."""
+    """Return the output of `jspec.generate` for each request in a batch of its own; all share one program."""
     texts = []
     for request in requests:
         tokens = np.zeros((1, LONGEST + NEW), np.int32)
         tokens[0, : len(request.tokens)] = request.tokens
         batch, eos_ids = (tokens, np.array([len(request.tokens)]), request.key[None]), request.eos_ids or (-1,)
-        sampling = dataclasses.replace(request.sampling, max_tokens=request.max_new_tokens)
-        out = jspec.generate(target, *batch, max_new_tokens=NEW, sampling=sampling, eos_ids=np.array([eos_ids]))
-        texts.append((out.tokens[0, : int(out.lengths[0])].tolist(), out.raw_logprobs[0, : int(out.lengths[0])]))
+        options = {"sampling": _every_field(request), "eos_ids": np.array([eos_ids])}
+        out = jax.device_get(jspec.generate(target, *batch, max_new_tokens=NEW, **options))
+        texts.append((out.tokens[0, : out.lengths[0]].tolist(), out.raw_logprobs[0, : out.lengths[0]]))
     return texts
 
 
