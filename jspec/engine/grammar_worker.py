@@ -335,7 +335,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
             answer = b"+"
         except Exception as error:
             answer = b"-" + str(error).encode()
-        left -= time.process_time() - begun
+        left = max(0.0, left - (time.process_time() - begun))  # the timer may be late
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, answer)
 
