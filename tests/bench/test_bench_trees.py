@@ -117,7 +117,7 @@ def test_what_is_compared(rule, draft, temperature, names):
     found = trees.settings(game, rule, RATES_OF, [4, 8], 2)
     found = [one for one in found if one.name != f"{rule}, best of 4"]
     assert [one.name for one in found] == [f"{rule}, {name}" for name in names]
-    independent = [getattr(one.options["drafter"], "replacement", False) for one in found]
+    independent = [bool(getattr(one.options["drafter"], "replacement", False)) for one in found]
     assert independent == [rule == "k-seq"] * len(found)
 
 
