@@ -75,8 +75,11 @@ def test_a_guess_that_is_none_is_never_kept():
     draft = Draft(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[[0.0, 0.0], [1.0, 0.0]]]), tree)
     laws = jnp.full((1, 3, 2), 0.5)
     keys = jax.random.split(jax.random.key(0), 1)
-    for verdict in (
-        accept_nodes(keys, jnp.zeros(1, int), draft, laws),
-        accept_tokens(keys, jnp.zeros(1, int), draft, laws, laws[:, :-1]),
-    ):
+
+    @jax.jit
+    def verdicts(keys):
+        root = jnp.zeros(1, int)
+        return accept_nodes(keys, root, draft, laws), accept_tokens(keys, root, draft, laws, laws[:, :-1])
+
+    for verdict in verdicts(keys):
         assert verdict.num_accepted[0] == 0

@@ -116,11 +116,20 @@ def test_a_tree_is_read_level_by_level_as_at_once():
     tree, model = TREES["3-2-1"], toys.tiny_llama(0)
     cache, _, lengths, nodes = _read(model, np.random.default_rng(2), tree)
     start = jnp.asarray(lengths - 1)
-    at_once, _ = model.forward(jnp.asarray(nodes), cache, start, branches=tree.branches)
-    for depth in range(tree.max_depth + 1):
-        level = np.flatnonzero(tree.offsets == depth)
-        branches = tree.level(depth).branches if depth else Branches(tree.offsets[:1], tree.ancestors[:1, :1])
-        hidden, cache = model.forward(jnp.asarray(nodes[:, level]), cache, start, branches=branches)
+    levels = [np.flatnonzero(tree.offsets == depth) for depth in range(tree.max_depth + 1)]
+
+    @jax.jit
+    def read(cache):
+        at_once, _ = model.forward(jnp.asarray(nodes), cache, start, branches=tree.branches)
+        found = []
+        for depth, level in enumerate(levels):
+            branches = tree.level(depth).branches if depth else Branches(tree.offsets[:1], tree.ancestors[:1, :1])
+            hidden, cache = model.forward(jnp.asarray(nodes[:, level]), cache, start, branches=branches)
+            found.append(hidden)
+        return at_once, found
+
+    at_once, found = jax.device_get(read(cache))
+    for hidden, level in zip(found, levels, strict=True):
         np.testing.assert_allclose(hidden, at_once[:, level], atol=1e-5)
 
 

@@ -81,9 +81,9 @@ def test_it_has_read_the_text(prompts, kind, tree):
     while not state.done.all():
         before, state = state, decode(state)
         accepted += int(jnp.maximum(state.lengths - before.lengths - 1, 0).sum())
-        whole, found = read(state.tokens), inner(state)
-        for row in np.flatnonzero(~state.done):
-            np.testing.assert_allclose(found.states[row, 0], whole[row, state.lengths[row] - 2], atol=2e-5)
+        whole, found, lengths, done = jax.device_get((read(state.tokens), inner(state), state.lengths, state.done))
+        for row in np.flatnonzero(~done):
+            np.testing.assert_allclose(found.states[row, 0], whole[row, lengths[row] - 2], atol=2e-5)
     assert accepted
 
 

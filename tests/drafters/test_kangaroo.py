@@ -56,9 +56,9 @@ def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
 
     for state in rounds(TARGET, make(drafter), prompts([5, 1, 3, 9], vocab_size=V), length, rule, [NEW, 7, NEW, 1]):
         cache = (state.drafter if isinstance(length, jspec.WhileConfident) else state.drafter[0]).cache
-        expected = read(state.tokens)
-        for row in np.flatnonzero(~state.done):
-            upto = int(state.lengths[row]) - 1
+        cache, expected, lengths, done = jax.device_get((cache, read(state.tokens), state.lengths, state.done))
+        for row in np.flatnonzero(~done):
+            upto = lengths[row] - 1
             np.testing.assert_allclose(cache.keys[0][row, ..., :upto], expected.keys[0][row, ..., :upto], atol=1e-5)
             np.testing.assert_allclose(cache.values[0][row, :, :upto], expected.values[0][row, :, :upto], atol=1e-5)
             compared += 1
