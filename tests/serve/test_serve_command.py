@@ -24,9 +24,13 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def started(*options, command=("-m", "jspec", "serve")):
-    """Start a server process, and return it with the address that it prints."""
+    """Start a server process with one draft length, and return it with the address that it prints.
+
+    Later servers of this file find the programs of earlier ones in the cache of this run.
+    """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     options = "--port", 0, "--slots", 2, "--max-length", 128, *options
+    options += ("--num-draft-tokens", 2) if "--draft" in options else ()
     command = [sys.executable, *map(str, command), *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     lines = [process.stderr.readline(), process.stderr.readline()]
@@ -192,7 +196,7 @@ def test_a_second_start_compiles_nothing(sources, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-c", SERVE, "serve", str(sources[0]), "--draft", str(sources[1])]
-    command += ["--port", "0", "--slots", "2", "--max-length", "64"]
+    command += ["--port", "0", "--slots", "2", "--max-length", "64", "--num-draft-tokens", "2"]
 
     def start():
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
