@@ -1,4 +1,4 @@
-"""The bundled pair with few layers: its programs compile in a third of the time, but its texts make no sense."""
+"""The bundled pair with few layers, whose programs compile in two thirds of the time, but whose texts make no sense."""
 
 import dataclasses
 
