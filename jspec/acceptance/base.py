@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol, cast
 
 from jax import Array
 
-from jspec.core.types import Draft, Verdict
+from jspec.core.types import Adapter, Draft, Verdict
 
 
 class Rule:
@@ -26,11 +26,6 @@ class Rule:
     shares_noise: ClassVar[bool]
     branches: ClassVar[bool] = False
     independent: ClassVar[bool] = False
-
-    @property
-    def unwrapped(self) -> object:
-        """The object that the caller passed, if this rule is an adapter around it, and otherwise the rule."""
-        return self
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         """Verify a round's draft.
@@ -58,13 +53,13 @@ class _RuleMethods(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _DuckRule(Rule):
+class _DuckRule(Rule, Adapter):
     """The adapter around a rule that does not derive from `Rule`."""
 
     rule: _RuleMethods
 
     @property
-    def unwrapped(self) -> object:
+    def adaptee(self) -> object:
         return self.rule
 
     @property

@@ -32,6 +32,26 @@ Class = TypeVar("Class", bound=type[Any])
 PyTree: TypeAlias = Any
 
 
+class Adapter:
+    """A base class of adapters around objects of callers that do not derive from jspec's classes."""
+
+    @property
+    def adaptee(self) -> object:
+        """The object that the caller passed."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute that only the caller's object has."""
+        if name.startswith("__") or not vars(self):  # pickle and copy look for methods before there are any fields
+            raise AttributeError(name)
+        return getattr(self.adaptee, name)
+
+
+def passed(value: object) -> object:
+    """Return the object that the caller passed: `value`, or what it is an adapter of."""
+    return value.adaptee if isinstance(value, Adapter) else value
+
+
 def check_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:

@@ -17,7 +17,7 @@ from jspec.core.keys import draft_noise, positions_from, target_noise
 from jspec.core.probs import at_tokens
 from jspec.core.row_ops import prefix_mask, write_rows
 from jspec.core.sampling import add_tokens, raw_logprobs, top_logprobs
-from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, PyTree, Verdict
+from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, PyTree, Verdict, passed
 from jspec.decoding.recording import of_round
 from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
 from jspec.decoding.verify import TargetOutput, last_token, verify
@@ -63,7 +63,7 @@ def decode_round(
         verdict = _by_row(rule, params, state, draft, read.probs)
         if verdict.path is None and not draft.topology.is_chain:
             raise TypeError(
-                f"{type(rule.unwrapped).__name__} verified a tree, but its Verdict has no path; return the accepted "
+                f"{type(passed(rule)).__name__} verified a tree, but its Verdict has no path; return the accepted "
                 "nodes, or set branches to False."
             )
         if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
@@ -137,7 +137,7 @@ def _propose(
         mended, out_of_vocab = as_draft(drafter, draft, context, k), jnp.zeros(batch, bool)
         if mended.probs is None and not rule.shares_noise:
             raise ValueError(
-                f"{kind_of(drafter)} drafts tokens without distributions, which {type(rule.unwrapped).__name__} needs "
+                f"{kind_of(drafter)} drafts tokens without distributions, which {type(passed(rule)).__name__} needs "
                 'to verify them; use accept="coupled".'
             )
         if is_user_defined(drafter):  # this check reads all distributions

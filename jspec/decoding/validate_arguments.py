@@ -22,7 +22,7 @@ from jspec.acceptance import RULES, Rule
 from jspec.acceptance.base import as_rule
 from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values, values_if_known
-from jspec.core.types import PyTree, same_but_for_padding
+from jspec.core.types import PyTree, passed, same_but_for_padding
 from jspec.decoding.left_padding import check_right_padded
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.base import Drafter, declared, kind_of
@@ -218,14 +218,14 @@ def check_target(target: object) -> None:
 
 
 def _check_drafter(drafter: Drafter[PyTree] | None, vocab_size: int) -> None:
-    passed = drafter.unwrapped if isinstance(drafter, Drafter) else drafter
-    missing = [name for name in ("init", "propose", "commit", "vocab_size") if not _defines(passed, name)]
+    given = passed(drafter)
+    missing = [name for name in ("init", "propose", "commit", "vocab_size") if not _defines(given, name)]
     if missing:
         raise TypeError(
             f"draft is of type {kind_of(drafter)}, which lacks {', '.join(missing)}; pass a jspec.Llama or "
             "a drafter (see jspec.drafters.base)."
         )
-    if jax.tree_util.all_leaves([passed]):
+    if jax.tree_util.all_leaves([given]):
         raise TypeError(
             f"draft is of type {kind_of(drafter)}, which is not a pytree; decorate the class with "
             "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True)."

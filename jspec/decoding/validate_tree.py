@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from jspec.acceptance import RULES, Rule
 from jspec.core.tree import DynamicTree
+from jspec.core.types import passed
 from jspec.decoding.validate_arguments import check_target
 from jspec.drafters.base import declared, kind_of, own_tree
 from jspec.drafters.draft_length import DEFAULT
@@ -19,7 +20,7 @@ def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: N
         ValueError: the rule cannot verify the tree, the tree does not fit the target, or K was passed with a tree
             drafter.
     """
-    tree, kind, rule_kind = own_tree(drafter), kind_of(drafter), type(rule.unwrapped).__name__
+    tree, kind, rule_kind = own_tree(drafter), kind_of(drafter), type(passed(rule)).__name__
     if tree is None:
         return num_draft_tokens
     check_target(target)

@@ -16,10 +16,10 @@ from jax import Array
 from jspec.core.probs import sample_with_noise
 from jspec.core.sampling import LogitsTransforms, TokenCounts
 from jspec.core.tree import DynamicTree, Tree
-from jspec.core.types import Draft, PyTree, Verdict
+from jspec.core.types import Draft, PyTree, Verdict, passed
 from jspec.drafters.declared import default
 from jspec.drafters.draft_length import DraftLength
-from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, attribute_taking_signals
+from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TakingSignals, TargetSignals
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
 
@@ -105,7 +105,7 @@ class Drafter(Generic[State]):
         for name in ("init", "read", "commit"):
             home = next(parent for parent in cls.__mro__ if name in vars(parent))
             if home is cls or not issubclass(home, Drafter):
-                setattr(cls, name, attribute_taking_signals(vars(home)[name]))
+                setattr(cls, name, TakingSignals(vars(cls).get(name), cls, name))
 
     if TYPE_CHECKING:  # required, so there is no default
 
@@ -190,11 +190,6 @@ class Drafter(Generic[State]):
     def keeps_nothing(self) -> bool:
         """Whether the drafter stores nothing about a sequence when it prefills one, so that it has nothing to read."""
         return False
-
-    @property
-    def unwrapped(self) -> object:
-        """The object that the caller passed, if this drafter is an adapter around it, and otherwise the drafter."""
-        return self
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
         """Return the state before the first round.
@@ -281,14 +276,14 @@ def declared(drafter: object) -> Drafter[PyTree]:
 
 def kind_of(drafter: object) -> str:
     """Return the name of a drafter's class for error messages."""
-    return type(drafter.unwrapped if isinstance(drafter, Drafter) else drafter).__name__
+    return type(passed(drafter)).__name__
 
 
 def is_user_defined(drafter: object) -> bool:
     """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
     if not isinstance(drafter, Drafter):
         return False
-    home = cast(type[Drafter[PyTree]], type(drafter.unwrapped)).propose.__module__
+    home = cast(type[Drafter[PyTree]], type(passed(cast(object, drafter)))).propose.__module__
     home = home or ""  # code that was run from a string has no module
     return home.split(".")[0] != __name__.split(".")[0]
 

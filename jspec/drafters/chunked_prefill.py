@@ -16,6 +16,7 @@ from jspec.core.types import PyTree
 from jspec.drafters.base import Drafter, State, declared
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.declared import default
+from jspec.drafters.duck_typed import adapted
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.models.llama import Llama
 
@@ -39,7 +40,7 @@ def leaves_of(drafter: Drafter[PyTree]) -> Iterator[Drafter[PyTree]]:
     if not parts:
         yield drafter
     for part in parts:
-        yield from leaves_of(part)
+        yield from leaves_of(adapted(part))
 
 
 def keeps_nothing(drafter: Drafter[PyTree]) -> bool:

@@ -1,5 +1,6 @@
 """Defaults that a base class declares for optional attributes, without giving them to its subclasses' fields."""
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -32,4 +33,7 @@ else:
         def __get__(self, instance: object, owner: type) -> Value:
             if instance is None:
                 raise AttributeError(f"{owner.__name__} declares {self._name} for its instances only.")
+            if hasattr(owner, "__getattr__"):  # a wrapper may forward the attributes that it lacks
+                with contextlib.suppress(AttributeError):
+                    return owner.__getattr__(instance, self._name)
             return self._compute(instance)

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol, SupportsIndex, cast
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.core.types import PyTree, check_between, check_count
+from jspec.core.types import Adapter, PyTree, check_between, check_count
 from jspec.drafters.declared import default
 
 
@@ -281,10 +281,14 @@ class _Length(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _DuckLength(DraftLength):
+class _DuckLength(DraftLength, Adapter):
     """The adapter around a policy that does not derive from `DraftLength`."""
 
     length: _Length
+
+    @property
+    def adaptee(self) -> object:
+        return self.length
 
     @property
     def max_draft_tokens(self) -> int:

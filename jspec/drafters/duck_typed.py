@@ -1,24 +1,22 @@
 """The adapter around drafters that do not derive from `Drafter`; nothing else looks for attributes they may lack."""
 
-import math
 from typing import cast
 
 from jax import Array
 
-from jspec.core.tree import DynamicTree, Tree
-from jspec.core.types import Draft, PyTree, Verdict, pytree
-from jspec.drafters.base import AskingDrafter, Context, Drafter
+from jspec.core.types import Adapter, Draft, PyTree, Verdict, pytree
+from jspec.drafters.base import AskingDrafter, Context, Drafter, Stateless
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, taking_signals
 
 
 @pytree
-class DuckDrafter(Drafter[PyTree]):
+class DuckDrafter(Drafter[PyTree], Adapter):
     """A drafter that has the attributes and methods of `draft`, and the defaults of `Drafter` for those it lacks."""
 
     draft: AskingDrafter
 
     @property
-    def unwrapped(self) -> object:
+    def adaptee(self) -> object:
         return self.draft
 
     @property
@@ -26,65 +24,29 @@ class DuckDrafter(Drafter[PyTree]):
         return self.draft.vocab_size
 
     @property
-    def max_positions(self) -> int | None:
-        return getattr(self.draft, "max_positions", None)
-
-    @property
-    def max_chain_length(self) -> float:
-        return getattr(self.draft, "max_chain_length", math.inf)
-
-    @property
-    def tree(self) -> Tree | DynamicTree | None:
-        return getattr(self.draft, "tree", None)
-
-    @property
-    def replacement(self) -> bool | None:
-        return getattr(self.draft, "replacement", None)
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return getattr(self.draft, "features", ())
-
-    @property
-    def num_likeliest(self) -> int:
-        return getattr(self.draft, "num_likeliest", 0)
-
-    @property
-    def embeddings(self) -> Array | None:
-        return getattr(self.draft, "embeddings", None)
-
-    @property
-    def has_confidence(self) -> bool:
-        return getattr(self.draft, "has_confidence", self.is_token_by_token)
-
-    @property
-    def is_token_by_token(self) -> bool:
-        return hasattr(self.draft, "extend")
-
-    @property
-    def unrolled(self) -> bool:
-        return getattr(self.draft, "unrolled", False)
-
-    @property
     def parts(self) -> tuple[Drafter[PyTree], ...]:
         return tuple(map(adapted, getattr(self.draft, "parts", ())))
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return getattr(type(self.draft), "init", None) is Stateless.init
 
     @property
     def can_read(self) -> bool:
         return hasattr(self.draft, "read")
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> PyTree:
-        return taking_signals(self.draft.init)(tokens, num_slots, signals)
+        return taking_signals(self.draft.init, "init")(tokens, num_slots, signals)
 
     def read(self, state: PyTree, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> PyTree:
         read = getattr(self.draft, "read")  # noqa: B009
-        return taking_signals(read)(state, tokens, start, count, signals)
+        return taking_signals(read, "read")(state, tokens, start, count, signals)
 
     def propose(self, state: PyTree, context: Context, num_draft_tokens: int) -> tuple[Draft, PyTree]:
         return self.draft.propose(state, context, num_draft_tokens)
 
     def commit(self, state: PyTree, draft: Draft, verdict: Verdict, signals: TargetSignals) -> PyTree:
-        return taking_signals(self.draft.commit)(state, draft, verdict, signals)
+        return taking_signals(self.draft.commit, "commit")(state, draft, verdict, signals)
 
 
 def adapted(draft: object) -> Drafter[PyTree]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import jax
 from jax import Array
@@ -110,28 +110,69 @@ def _given(**signals: Array | Llama | None) -> dict[str, Array | Llama]:
     return {name: each for name, each in signals.items() if each is not None}
 
 
-def taking_signals(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Return a drafter's `init`, `read` or `commit` as a method whose last argument is `signals`.
+def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Result]:
+    """Return a drafter's `init`, `read` or `commit`, as `name` says, so that it can be called in both forms.
 
-    A method without a parameter of that name takes what it requests as separate arguments: `hidden` by position,
-    ``features``, ``lengths``, ``likeliest`` and ``target`` by name. It can still be called so.
+    In one form, the last argument is `signals`. In the other, the method receives what it requests as separate
+    arguments: ``hidden``, ``features``, ``lengths``, ``likeliest`` and ``target``. A method has the first form if it
+    has a parameter `signals`, and otherwise the second. A call in the other form is translated.
     """
-    if "signals" in inspect.signature(method).parameters:
-        return method
+    parameter = inspect.signature(method).parameters.get("signals")
 
     @functools.wraps(method)
-    def adapted(*args: object, **kwargs: object) -> Result:
-        if args and isinstance(args[-1], PromptSignals | TargetSignals):
-            more, named = args[-1].arguments
-            return method(*args[:-1], *more, **named)
-        return method(*args, **kwargs)
+    def in_both_forms(*args: object, **kwargs: object) -> Result:
+        signals = kwargs.get("signals", args[-1] if args else None)
+        if not isinstance(signals, PromptSignals | TargetSignals):
+            return method(*args, **kwargs) if parameter is None else in_both_forms(*_packed(name, args, kwargs))
+        others, named = args if "signals" in kwargs else args[:-1], kwargs.copy()
+        named.pop("signals", None)
+        if parameter is None:
+            more, requested = signals.arguments
+            return method(*others, *more, **named, **requested)
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            return method(*others, **named, signals=signals)
+        return method(*others, signals, **named)
 
-    return adapted
+    return in_both_forms
 
 
-def attribute_taking_signals(attribute: object) -> object:
-    """Return an attribute of a class: a method, also a static one or one of the class, as `taking_signals` does."""
-    if isinstance(attribute, staticmethod | classmethod):
-        wrapped = cast("staticmethod[..., object]", attribute)
-        return type(wrapped)(taking_signals(wrapped.__func__))
-    return taking_signals(attribute) if callable(attribute) else attribute
+def _packed(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
+    """Return positional arguments that end with `signals`, from separate arguments of the method called `name`."""
+    requested = cast(dict[str, Any], kwargs)
+    if name != "commit":
+        return *args, PromptSignals(**requested)
+    if "hidden" in requested:
+        return *args, TargetSignals(**requested)
+    return *args[:-1], TargetSignals(cast(Array, args[-1]), **requested)
+
+
+class TakingSignals:
+    """A class attribute: a drafter's method, of any kind, which can be called in both forms (`taking_signals`).
+
+    Args:
+        attribute: a function, or any other object that a class may hold in place of a method. None looks the method up
+            in the classes after `owner` in the order of the instance's class, as ``super`` does.
+        owner: the class that holds this object.
+        name: its name there.
+    """
+
+    def __init__(self, attribute: Any, owner: type, name: str) -> None:
+        self._attribute, self._owner, self._name = attribute, owner, name
+        self._unbound: Any = None
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None and self._unbound is not None:  # one object, so that it can be compared
+            return self._unbound
+        method = self._method(instance, owner)
+        if not callable(method):  # a property, read from the class
+            return method
+        both = taking_signals(method, self._name)
+        self._unbound = both if instance is None else self._unbound
+        return both
+
+    def _method(self, instance: object, owner: type) -> object:
+        if self._attribute is None:
+            inherited = cast(object, super(self._owner, cast(Any, owner if instance is None else instance)))
+            return getattr(inherited, self._name)
+        attribute: Any = self._attribute
+        return attribute.__get__(instance, owner) if hasattr(attribute, "__get__") else attribute

@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 
+from jspec.drafters.base import kind_of
 from jspec.engine.length_policy import RECENT, LengthPolicy
 from jspec.engine.round_budget import RoundBudget
 from jspec.engine.runner import Runner
@@ -290,7 +291,7 @@ class Loop:
         self._scheduler.release_slot(slot)
         if output.out_of_vocab:
             self._stop[slot] = True
-            name = type(self._runner.drafter).__name__
+            name = kind_of(self._runner.drafter)
             wrong = (
                 f"{name} drafted ids outside the vocabulary; draft the target's ids, or give a distribution of "
                 "zeros for no draft."

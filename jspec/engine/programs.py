@@ -220,7 +220,7 @@ def _begin_row(target: Llama, drafter: AnyDrafter, row: PyTree, text: Array, len
         return select(is_new, begin(drafter, target, 1, positions), row)
 
     def create() -> PyTree:
-        return drafter.init(jnp.where(jnp.arange(positions) < length, text[:, :-1], 0), positions)
+        return drafter.init(jnp.where(jnp.arange(positions) < length, text[:, :-1], 0), positions, NO_SIGNALS)
 
     def keep() -> PyTree:
         return row

@@ -23,7 +23,7 @@ from jspec.drafters import (
     ModelDrafter,
     PassDrafter,
 )
-from jspec.drafters.base import AskingDrafter, Drafter, own_tree
+from jspec.drafters.base import AskingDrafter, Drafter, kind_of, own_tree
 from jspec.generation.generate import speculative_generate
 from jspec.models.llama import Llama
 from jspec.training import eagle_training as eagle
@@ -179,7 +179,7 @@ def check_start(
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
         raise ValueError(
-            f"start is of type {type(start).__name__}, but kind is {kind!r}; use "
+            f"start is of type {kind_of(start)}, but kind is {kind!r}; use "
             f"{known[0] if known else f'one of type {_CLASSES[kind].__name__}'}."
         )
     if start.max_positions is not None and start.max_positions < length:

@@ -179,10 +179,10 @@ def test_stop_strings_end_a_text_as_a_decoder_that_stops_would(pieces, stop):
 REFUSED = {
     "empty stop": ({"stop": ["a", ""]}, "expected non-empty strings"),
     "stop of ids": ({"stop": [3]}, "expected non-empty strings"),
-    "stop of nothing": ({"stop": None}, "stop is None; expected strings"),
+    "stop of nothing": ({"stop": None}, "stop is None; expected non-empty strings"),
     "half a special stop": (
         {"stop": f"{text_pair.END}x"},
-        "of which decoded text shows only 'x'; give",
+        "of which decoded text shows only 'x'; pass",
     ),
     "no seed": ({"seed": 1.5}, "seed must be an int from 0 to 4294967295; got 1.5"),
     "a long seed": ({"seed": 2**32}, "seed must be an int"),

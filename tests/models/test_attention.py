@@ -7,7 +7,7 @@ import pytest
 
 import jspec
 from jspec.core.tree import Branches
-from jspec.models.attention import _prefixes
+from jspec.models.attention import AttentionContext, _prefixes
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.rope import rope_tables
 from support import drafters, heads, toys
@@ -34,7 +34,7 @@ def test_prefixes_are_of_some_lengths_up_to_all():
 @jax.jit
 def attend(layer, x, cache, slots, past, branches):
     tables = rope_tables(slots, TARGET.config.rope, TARGET.config.head_dim)
-    return layer(x, *cache, slots, tables, past, branches)[0]
+    return layer(x, AttentionContext(*cache, slots, tables, past, branches))[0]
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "past"])

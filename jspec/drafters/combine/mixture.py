@@ -12,7 +12,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jspec.core.tree import Level, Tree
-from jspec.core.types import PyTree, pytree
+from jspec.core.types import PyTree, passed, pytree
 from jspec.drafters.base import Context, declared, kind_of
 from jspec.drafters.combine.base import Pair, PairDrafter
 from jspec.drafters.drafts import fit_vocabulary
@@ -92,7 +92,7 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
         return first, second
 
     def _parts(self, states: Pair) -> Iterator[tuple[_TokenByToken, PyTree]]:
-        first, second = (cast(_TokenByToken, part.unwrapped) for part in self.parts)
+        first, second = (cast(_TokenByToken, passed(part)) for part in self.parts)
         return zip((first, second), states, strict=True)
 
     def _mix(self, first: Array, second: Array, context: Context) -> Array:
