@@ -30,11 +30,13 @@ class Format(enum.StrEnum):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file or hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file or Hugging Face repo id.")
+    ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repo.")] = None,
 ) -> None:
     """Convert a checkpoint between the Hugging Face format and Orbax, or from GGUF, checking every tensor."""
     typer.echo(_convert(source, destination, to, dtype, revision))

@@ -1,4 +1,4 @@
-"""A parser that turns config.json into a `LlamaConfig`.
+"""Parse config.json into a `LlamaConfig`.
 
 Every field that changes the computed function is either parsed or rejected by name.
 """
@@ -80,18 +80,18 @@ def _family(raw: Fields) -> Family:
 
 
 def check_supported(raw: Fields, fixed: Mapping[str, Json]) -> None:
-    """Raise CheckpointError if a field of `raw` differs from its value in `fixed`; null counts as missing."""
+    """Raise CheckpointError if a field of `raw` differs from its value in `fixed`. Null counts as missing."""
     for key, wanted in fixed.items():
         value = raw.get(key)
         if value is not None and (value != wanted or isinstance(value, bool) != isinstance(wanted, bool)):
             raise CheckpointError(
                 f"{key} is {value!r}, which changes the computed function; only {wanted!r} is supported, "
-                "so choose a checkpoint without it."
+                "so choose another checkpoint."
             )
 
 
 def _check_weights(raw: Fields) -> None:
-    """Reject a config.json that names a non-standard weights file, which transformers would read."""
+    """Reject a config.json that makes transformers read a non-standard weights file."""
     named = raw.get("transformers_weights")
     if named not in (None, SINGLE):
         raise CheckpointError(
@@ -167,7 +167,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
 
 
 def _pad(raw: Fields) -> int | None:
-    """Return the padding id, or None for -1 and other values that are not ids. These do not affect any result."""
+    """Return the padding id, or None for -1 and other values that are not ids. Such values do not affect any result."""
     pad = raw.get("pad_token_id")
     return pad if isinstance(pad, int) and not isinstance(pad, bool) and pad >= 0 else None
 
@@ -179,7 +179,8 @@ def read_config(source: str | Path) -> LlamaConfig:
     file is missing, config.json may hold its fields, as in transformers.
 
     Raises:
-        CheckpointError: as in `parse_config`, or a file is missing, is not a JSON object, or is a damaged GGUF file.
+        CheckpointError: under the same conditions as `parse_config`, or if a file is missing, is not a JSON object, or is a
+            damaged GGUF file.
     """
     path = Path(source)
     if path.is_file():
@@ -192,7 +193,7 @@ def read_config(source: str | Path) -> LlamaConfig:
 
 
 def _with_generation(config: LlamaConfig, raw: Fields, file: Path) -> LlamaConfig:
-    """Return `config` updated with generation_config.json fields, which were read from `file`."""
+    """Return `config` updated with `raw`, the generation_config.json fields read from `file`."""
     try:
         ends = dict.fromkeys((*config.eos_token_ids, *token_ids(raw, "eos_token_id")))
         sampling = parse_sampling(raw)
@@ -206,7 +207,7 @@ def gguf_config(header: gguf_header.Header) -> LlamaConfig:
     """Return the config of a GGUF file, given its header.
 
     Raises:
-        CheckpointError: as in `read_config`.
+        CheckpointError: under the same conditions as `read_config`.
     """
     config = _parse(raw_config(header), header.file)
     return _with_generation(config, raw_generation_config(header), header.file)

@@ -19,7 +19,7 @@ from convert.unfinished import deleted_in_the_end
 from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
-_ADAPTER = {"adapter_config.json"}  # if this file were copied, PEFT would look for the adapter, which is not
+_ADAPTER = {"adapter_config.json"}  # with this file, PEFT would look for the adapter, which is not copied
 
 
 @contextmanager
@@ -40,7 +40,9 @@ def new_directory(destination: Path) -> Generator[Path]:
             yield temporary
             temporary.rename(destination)
     except OSError as error:
-        raise CheckpointError(f"{destination} could not be written ({error}); check the disk.") from error
+        raise CheckpointError(
+            f"{destination} could not be written ({error}); check the disk's free space and permissions."
+        ) from error
 
 
 def _make(folder: Path) -> None:
@@ -58,9 +60,9 @@ def _make(folder: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the configuration and tokenizer files byte for byte. config.json is last: nothing loads without it.
+    """Copy the configuration and tokenizer files byte for byte. config.json comes last: nothing loads without it.
 
-    For a GGUF file, generate these files, because its metadata contains the same information.
+    For a GGUF file, generate these files from its metadata, which contains the same information.
     """
     if source.is_file():
         header = gguf_header.read(source)

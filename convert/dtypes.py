@@ -32,7 +32,7 @@ def parse(dtype: object) -> np.dtype:
 
 
 def check_cast(values: np.ndarray, source: np.dtype, name: str) -> None:
-    """Check `values`, cast from `source`, for infinities, which would otherwise surface only much later, as NaN.
+    """Reject infinities in `values`, which were cast from `source`. They would surface only much later, as NaN.
 
     Raises:
         CheckpointError: the cast was not to a wider dtype, and a value is not finite.

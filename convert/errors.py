@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. The message says what is wrong, what was expected and how to fix it."""
+    """An error for an unusable checkpoint. The message says what is wrong, what was expected and how to fix it."""
 
 
 def listing(names: Iterable[str], limit: int = 4) -> str:
@@ -24,7 +24,7 @@ def brief(error: Exception) -> str:
 
 @contextmanager
 def raised_alone() -> Generator[None]:
-    """Suppress Orbax's error logs in this block: every thread logs, with a traceback, what Orbax also raises."""
+    """Suppress Orbax's error logs in this block, because its threads log tracebacks of errors that it also raises."""
 
     def no_error(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR

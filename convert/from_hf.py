@@ -40,13 +40,13 @@ def check_names(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
 
 
 def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Return the tensors of a tied checkpoint. Its head may be missing, a copy of the embedding, or stored alone.
+    """Return a tied checkpoint's tensors. The head may be missing, a copy of the embedding, or stored alone.
 
     A head whose dtype differs from the embedding's is left out if one equals the other after rounding. A head that is
     stored alone becomes the embedding.
 
     Raises:
-        CheckpointError: the head differs from the embedding. Versions of transformers disagree about which one to use.
+        CheckpointError: the head differs from the embedding. transformers versions disagree about which tensor to use.
     """
     head, embedding = found.get(keymap.HEAD), found.get(keymap.EMBEDDING)
     if head is None:
@@ -95,7 +95,7 @@ def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
 
 
 def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the tensors by Hugging Face name, checked against the config and without ignored ones.
+    """Return the tensors by Hugging Face name, checked against the config, without the ignored tensors.
 
     A tied head that repeats the embedding is kept, so that converting back can write it again.
 
@@ -135,7 +135,7 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
     """Yield an (our name, array) pair for every entry of the table. See `filled`.
 
     Raises:
-        CheckpointError: as in `filled`.
+        CheckpointError: under the same conditions as `filled`.
     """
     return filled(found, keymap.entries(config), dtype)
 
@@ -158,6 +158,6 @@ def filled(
 
 def _fill(out: np.ndarray, tensor: Tensor) -> None:
     for rows in row_chunks(tensor.shape, tensor.dtype.itemsize):
-        with np.errstate(over="ignore"):  # check_cast reports overflow more clearly than a warning
+        with np.errstate(over="ignore"):  # check_cast reports overflow more clearly than a warning does
             out[rows] = tensor.read(rows)
         dtypes.check_cast(out[rows], tensor.dtype, tensor.name)

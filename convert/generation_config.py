@@ -37,8 +37,8 @@ class SamplingDefaults:
     """The sampling parameters that a model recommends. A field is None if the model does not recommend a value.
 
     Attributes:
-        temperature: as in `jspec.SamplingParams`, like the other fields. It is 0 if the file says
-            ``"do_sample": false``.
+        temperature: 0 if the file says ``"do_sample": false``. See `jspec.SamplingParams` for this and the other
+            fields.
         unsupported: the names of other fields that would change the distribution. These fields are ignored.
     """
 
@@ -68,7 +68,7 @@ def parse_sampling(raw: Fields) -> SamplingDefaults:
     nothing: top-k is then off, whereas transformers would use 50.
 
     Raises:
-        CheckpointError: a sampling parameter is out of range. The message names it.
+        CheckpointError: a sampling parameter is out of range. The message names the parameter.
     """
     values: dict[str, Any] = {  # arguments of SamplingDefaults
         name: _value(name, raw[name]) for name in _RANGES if raw.get(name) is not None

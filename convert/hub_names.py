@@ -15,7 +15,7 @@ class Model:
     """A model that jspec is known to support.
 
     Attributes:
-        repo_id: the repository on the hub.
+        repo_id: the Hugging Face repo id.
         parameters: the number of parameters, as text.
         licence: the licence of the weights.
         package: a distribution on the package index that holds the model as a GGUF file, if there is one.
@@ -48,7 +48,7 @@ MODELS = {
 
 
 def find(name: str) -> Path | None:
-    """Return the local path of the model `name`: in its package, or else complete in the hub cache.
+    """Return the local path of the model `name`: in its package, or complete in the Hugging Face cache.
 
     This function makes no network requests. It returns None if the model is not found.
     """
@@ -57,12 +57,12 @@ def find(name: str) -> Path | None:
 
 
 def unknown(name: str, *others: str) -> str:
-    """Return the error message for a nonexistent source, with the closest known name, `others` included."""
+    """Return the error message for a nonexistent source, with the closest name among `others` and the known models."""
     near = difflib.get_close_matches(name, [*others, *MODELS], n=1)
     meant = f", did you mean {near[0]!r}" if near else ""
     return (
         f"{name} is neither a directory nor a file here, nor a name that `jspec models` lists{meant}; "
-        "hub ids have the form 'org/model'."
+        "Hugging Face repo ids have the form 'org/model'."
     )
 
 

@@ -26,7 +26,7 @@ _LINEARS = (
 )
 _NORMS = (("input_layernorm", "E"), ("post_attention_layernorm", "E"))
 _QK_NORMS = (("self_attn.q_norm", "D"), ("self_attn.k_norm", "D"))
-# Old exporters saved these tables. They are ignored, because they are recomputed from the config.
+# Tables saved by old exporters. They are ignored, because jspec recomputes them from the config.
 _BUFFER = re.compile(r"model\.(?:layers\.(\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -1,4 +1,4 @@
-"""Loading of checkpoints from Hugging Face directories, hub ids, converted directories and GGUF files."""
+"""Loading of checkpoints from Hugging Face directories and repos, converted directories and GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +17,18 @@ Arrays = Iterator[tuple[str, np.ndarray]]
 
 
 def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Checkpoint:
-    """Read a Hugging Face directory, a hub id, a converted directory or a GGUF file into NumPy arrays.
+    """Read a Hugging Face directory or repo, a converted directory or a GGUF file into NumPy arrays.
 
     Peak memory use is the size of all arrays in the target dtype plus about one more array.
 
     Args:
-        source: the directory, the GGUF file, or a hub id `org/model`.
-        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. For a GGUF file that
-            is quantised or mixes dtypes, as nearly all do, None means float32, which keeps every value.
-        revision: branch, tag or commit of a hub id.
+        source: the directory, the GGUF file, or a Hugging Face repo id `org/model`.
+        dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. Nearly all GGUF
+            files are quantised or mix dtypes. For such files, None means float32, which represents every value.
+        revision: branch, tag or commit of a Hugging Face repo.
 
     Raises:
-        CheckpointError: there is any fault in the checkpoint. Nothing is repaired or skipped.
+        CheckpointError: the checkpoint is invalid in any way. Nothing is repaired or skipped.
     """
     config, directory, arrays = stream(source, dtype, revision)
     return Checkpoint(config, dict(arrays), directory)
@@ -38,7 +38,7 @@ def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) ->
     """Return the config, the local path, and an iterator over the arrays of `load`, so that callers can show progress.
 
     Raises:
-        CheckpointError: as in `load`, raised now or while the arrays are read.
+        CheckpointError: under the same conditions as `load`, either immediately or while the arrays are read.
     """
     target = None if dtype is None else dtypes.parse(dtype)
     directory = resolve(source, revision)
@@ -62,7 +62,7 @@ def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) ->
 def check(source: str | Path) -> None:
     """Check that `source` is a checkpoint whose files exist, without reading their contents.
 
-    Call it before reading the tokenizer, because files in another program's layout may lack one.
+    Call this function before reading the tokenizer, because a directory in another layout may lack a tokenizer.
 
     Raises:
         CheckpointError: the weights or the configuration are missing, or the model is not supported.

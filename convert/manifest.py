@@ -59,7 +59,7 @@ def _read(directory: Path) -> dict[str, str]:
 
 
 def verify(directory: Path) -> None:
-    """Check that `directory` holds the files of its manifest, bit for bit, and no others.
+    """Check that `directory` holds exactly the files of its manifest, bit for bit.
 
     Raises:
         CheckpointError: a file or the manifest is missing or changed, or there is a new file.

@@ -138,19 +138,19 @@ MOVED = {
     "jspec.weights": "jspec.models.load",
     "jspec.writer": "jspec.text.stop_strings",
 }
-# Old paths that the documentation taught; they keep working.
+# Old paths that the documentation used to show. Imports from them still work.
 TAUGHT = ("jspec.completion", "jspec.eagle", "jspec.prompts", "jspec.report")
 
 
 class MovedModules:
-    """A finder for `sys.meta_path`, asked for modules that no other finder has found."""
+    """A finder for `sys.meta_path`. Python asks it only for modules that no other finder has found."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a taught path's new module.
+        """Return the new module's spec for an old path in `TAUGHT`.
 
         Raises:
-            ModuleNotFoundError: the module has moved; names its new path.
+            ModuleNotFoundError: the module has moved. The message names its new path.
         """
         new = MOVED.get(name)
         if new is None:
@@ -161,7 +161,7 @@ class MovedModules:
 
 
 class _Alias(Loader):
-    """A loader that gives an old path the module of a new one."""
+    """A loader that returns a new path's module for an old path."""
 
     def __init__(self, new: str):
         self._new = new
@@ -173,11 +173,11 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what the import did to the module, which has been executed under its new path."""
+        """Restore the module's spec, which the import replaced. The module has already run under its new path."""
         module.__spec__ = self._spec
 
 
 def install() -> None:
-    """Explain old paths from now on."""
+    """Handle imports of old paths from now on."""
     if MovedModules not in sys.meta_path:
         sys.meta_path.append(MovedModules)

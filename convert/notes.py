@@ -1,4 +1,4 @@
-"""Log messages about what is ignored in a checkpoint, written once, when its weights are read.
+"""Log messages about the parts of a checkpoint that are ignored, written once, when its weights are read.
 
 A field that other programs may read gets a warning that says what to do. Everything else gets an info message.
 """

@@ -1,4 +1,4 @@
-"""A parser for the rotary embedding's fields, in the formats of transformers 5 and of earlier versions."""
+"""Parse the rotary embedding's fields, in the formats of transformers 5 and of earlier versions."""
 
 import dataclasses
 import math
@@ -73,7 +73,7 @@ def _section(section: Json, theta: float, raw: Fields) -> RopeConfig:
 
 def _yarn(section: Fields, theta: float, raw: Fields) -> dict[str, float]:
     """Return the fields of yarn except `factor`, with the defaults of transformers."""
-    given: Fields = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as left out
+    given: Fields = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as missing
     betas = {key: number(given, key, getattr(RopeConfig, key)) for key in given}
     if betas["beta_fast"] < betas["beta_slow"]:
         raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
@@ -87,7 +87,7 @@ def _yarn(section: Fields, theta: float, raw: Fields) -> dict[str, float]:
 
 
 def _original_length(section: Fields, raw: Fields) -> int:
-    """Return the original length from the section or from the top level, which transformers reads first.
+    """Return the original length from the top level, which transformers reads first, or else from the section.
 
     Return `max_position_embeddings` if neither has it.
     """
@@ -101,7 +101,7 @@ def attention_factor(section: Fields) -> float:
     """Return yarn's default factor: 1 + 0.1 ln(factor), or a quotient of such terms if both mscales are given."""
     above_one = 0.1 * math.log(max(number(section, "factor"), 1))
     scales = [number(section, key) for key in ("mscale", "mscale_all_dim") if section.get(key)]
-    if len(scales) < 2:  # one alone has no effect
+    if len(scales) < 2:  # a single scale has no effect
         return 1 + above_one
     return (1 + above_one * scales[0]) / (1 + above_one * scales[1])
 
@@ -110,7 +110,7 @@ def parse_rope(raw: Fields) -> RopeConfig:
     """Parse `rope_scaling` if present and not empty, as in transformers, else `rope_parameters` or `rope_theta` alone.
 
     Raises:
-        CheckpointError: the kind is not one of `RopeConfig`, or fields are missing or contradict each other.
+        CheckpointError: the kind is not one that `RopeConfig` lists, or fields are missing or contradict each other.
     """
     sections = given_sections(raw)
     return _section(sections[0] if sections else {}, _theta(raw, sections), raw)
@@ -125,7 +125,7 @@ def _theta(raw: Fields, sections: list[Json]) -> float:
     """Return the value given for `rope_theta`, or the default.
 
     Raises:
-        CheckpointError: two different values are given, or transformers would not read the only one.
+        CheckpointError: two different values are given, or transformers would not read the only value.
     """
     places = [place for place in [raw, *sections] if isinstance(place, dict) and place.get("rope_theta") is not None]
     thetas = {number(place, "rope_theta") for place in places}

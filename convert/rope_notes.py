@@ -7,8 +7,8 @@ from typing import cast
 from convert.json_fields import Fields, number
 from convert.rope import KNOWN, attention_factor, given_sections, parse_rope
 
-# vLLM reads the first two for yarn. The third scales the queries of Ministral 3. For these families transformers reads
-# none of them.
+# vLLM reads the first two for yarn. The third scales the queries of Ministral 3. transformers reads none of the three
+# for the supported families.
 _READ_ELSEWHERE = "attn_factor", "extrapolation_factor", "llama_4_scaling_beta"
 
 

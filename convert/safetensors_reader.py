@@ -1,4 +1,4 @@
-"""A lazy reader for a Hugging Face directory. It lists the tensors from the headers alone and reads rows on demand.
+"""Read a Hugging Face directory lazily: list the tensors from the headers alone, and read rows on demand.
 
 The safetensors library checks each header. This module checks the directory as a whole, which the library cannot see.
 """
@@ -26,7 +26,7 @@ _TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file, not read yet."""
+    """A tensor in a file that has not been read yet."""
 
     name: str
     file: Path
@@ -120,9 +120,9 @@ def scan(
     """Return every tensor of a Hugging Face directory by name, reading only the headers.
 
     Args:
-        single: as in `convert.weight_files.find`.
+        single: see `convert.weight_files.find`.
         tables: the tensors that are not weights, with their dtypes (I64 or BOOL).
-        is_optional: returns whether the index may name a given tensor that no file holds, or leave it out.
+        is_optional: returns whether the index and the files may disagree about whether a given tensor exists.
 
     Raises:
         CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16 and

@@ -20,7 +20,7 @@ from convert.weight_files import SINGLE
 
 
 def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]:
-    """Return the arrays in host memory, after checking for everything that could not be written faithfully."""
+    """Check that the checkpoint can be written faithfully, and return its arrays in host memory."""
     source = checkpoint.directory
     if destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"{destination} is inside {source}; choose a directory outside the source.")
@@ -33,15 +33,15 @@ def _checked(checkpoint: Checkpoint, destination: Path) -> dict[str, np.ndarray]
         raise CheckpointError("the arrays are not those of shapes(config); keep every name and shape as loaded.")
     arrays = {name: np.asarray(checkpoint.params[name]) for name in expected}
     if len({dtypes.parse(array.dtype) for array in arrays.values()}) > 1:
-        raise CheckpointError("the arrays have more than one dtype; cast them to one.")
+        raise CheckpointError("the arrays have more than one dtype; cast them all to the same dtype.")
     return arrays
 
 
 def save(checkpoint: Checkpoint, destination: str | Path) -> Path:
-    """Write arrays (Orbax), config.json, tokenizer files and a sha256 manifest, atomically.
+    """Atomically write the arrays (Orbax), config.json, the tokenizer files and a SHA-256 manifest.
 
     Returns:
-        `destination`, which `load` reads.
+        `destination`. `load` can read it.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written, or params and config do not match.
@@ -57,7 +57,7 @@ def save(checkpoint: Checkpoint, destination: str | Path) -> Path:
 
 
 def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
-    """Write a Hugging Face directory, atomically, with the original source's files and an unchanged config.json.
+    """Atomically write a Hugging Face directory with the original source's files and an unchanged config.json.
 
     If the dtype was not changed, every tensor equals the source's, byte for byte. After a change, config.json still
     names the source's dtype, so transformers casts to that dtype unless its caller chooses another one.
@@ -66,7 +66,7 @@ def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
         `destination`.
 
     Raises:
-        CheckpointError: as in `save`.
+        CheckpointError: under the same conditions as `save`.
     """
     destination = Path(destination)
     arrays = _checked(checkpoint, destination)
@@ -80,20 +80,20 @@ def save_hf(checkpoint: Checkpoint, destination: str | Path) -> Path:
 def save_new(
     config: LlamaConfig, arrays: dict[str, np.ndarray], destination: str | Path, source: Path | None = None
 ) -> Path:
-    """Write a model that was not loaded from files as a Hugging Face directory, atomically.
+    """Atomically write a Hugging Face directory for a model that was not loaded from files.
 
     The directory holds config.json and model.safetensors.
 
     Args:
-        source: a checkpoint whose tokenizer the model shares. Its tokenizer files are copied, too.
+        source: a checkpoint whose tokenizer the model shares. Its tokenizer files are also copied.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written, or no config.json can describe the model.
     """
     if config.qkv_bias and (config.qk_norm or config.attention_bias or config.mlp_bias):
         raise CheckpointError(
-            "biases on q, k and v are Qwen2's, which has no other biases and no query or key norms; no "
-            "config.json describes this model."
+            "only Qwen2 has biases on q, k and v alone, and it has no other biases and no query or key norms; no "
+            "config.json can describe this model."
         )
     destination, dtype = Path(destination), next(iter(arrays.values())).dtype.name
     fields = llama_json.fields(config) | {"dtype": dtype, "torch_dtype": dtype}

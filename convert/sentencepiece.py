@@ -1,4 +1,4 @@
-"""A reader for the BPE model in a SentencePiece file, `tokenizer.model`, without the sentencepiece package.
+"""Read the BPE model in a SentencePiece file, `tokenizer.model`, without the sentencepiece package.
 
 The file is a protocol buffer. Field numbers are those of sentencepiece_model.proto.
 """

@@ -1,5 +1,5 @@
 # pyright: reportUnknownVariableType=false
-"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face hub ids."""
+"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face repo ids."""
 
 import re
 from pathlib import Path
@@ -20,21 +20,21 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """Return the local path of `source`.
 
-    A `source` that exists is returned as it is. Otherwise it is resolved as a model name (`convert.hub_names`) or a
-    hub id `org/name`. A model name is looked up on this machine first, and on the hub only if it is not found.
+    A `source` that exists is returned unchanged. Otherwise it is resolved as a model name (`convert.hub_names`) or a
+    Hugging Face repo id `org/name`. A named model is downloaded only if it is not found on this machine.
 
     Raises:
-        CheckpointError: `source` is not a directory, a GGUF file, or a name or hub id that can be downloaded; or
-            `revision` is given with a local source.
+        CheckpointError: `source` is not a directory, a GGUF file, or a name or repo id that can be downloaded; or
+            `revision` is set for a local source.
     """
     return _find(source, revision, _WANTED)
 
 
 def resolve_config(source: str | Path) -> Path:
-    """Resolve `source` for `convert.read_config` alone. From the hub, download only config.json.
+    """Resolve `source` for `convert.read_config` alone. From the Hugging Face Hub, download only config.json.
 
     Raises:
-        CheckpointError: as in `resolve`.
+        CheckpointError: under the same conditions as `resolve`.
     """
     return _find(source, None, _CONFIG)
 
@@ -87,7 +87,8 @@ def _unrevised(path: Path, revision: str | None) -> Path:
     if revision is not None:
         kind = "directory" if path.is_dir() else "file"
         raise CheckpointError(
-            f"revision {revision!r} was given with the {kind} {path}; only hub ids have revisions, so leave it out."
+            f"revision {revision!r} was passed with the {kind} {path}; only Hugging Face repo ids have revisions, so "
+            "leave it out."
         )
     return path
 

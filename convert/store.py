@@ -80,7 +80,7 @@ def write(directory: Path, params: dict[str, np.ndarray], files: Mapping[str, ob
     """Write the arrays and the description to a directory under construction.
 
     Raises:
-        CheckpointError: Orbax could not write.
+        CheckpointError: Orbax could not write the arrays.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -92,12 +92,13 @@ def write(directory: Path, params: dict[str, np.ndarray], files: Mapping[str, ob
             ocp.save(_arrays(directory), params)
     except Exception as error:  # the storage layer reports a full disk in several ways
         raise CheckpointError(
-            f"the arrays could not be written to {directory} ({brief(error)}); check the disk."
+            f"the arrays could not be written to {directory} ({brief(error)}); check the disk's free space and "
+            "permissions."
         ) from error
 
 
 def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the (name, array) pairs of a verified directory in `dtype` (None: as stored).
+    """Yield the (name, array) pairs of a verified directory, cast to `dtype` unless it is None.
 
     Raises:
         CheckpointError: names, shapes or dtype differ from the config's, or a value does not fit `dtype`.

@@ -16,7 +16,7 @@ from convert.weight_files import INDEX, SINGLE
 
 
 def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:
-    """Return, by Hugging Face name, views of the rows of our arrays that make up each tensor."""
+    """Map each Hugging Face tensor name to a view of the rows of our arrays that make up the tensor."""
     views: dict[str, np.ndarray] = {}
     for entry in keymap.entries(config):
         start = 0
@@ -40,7 +40,7 @@ def _write_index(directory: Path, views: dict[str, np.ndarray], layout: Layout) 
 
 
 def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str] | None) -> None:
-    """Call `save_file`, but give the file the permissions that the umask gives every other file.
+    """Call `save_file`, and set the file's permissions from the umask, as for any other file.
 
     By default, safetensors makes the file readable only by its owner.
 
@@ -53,7 +53,9 @@ def write_file(path: Path, views: dict[str, np.ndarray], metadata: dict[str, str
         save_file(views, path, metadata)
         path.chmod(mode)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} could not be written ({error}); check the disk.") from error
+        raise CheckpointError(
+            f"{path} could not be written ({error}); check the disk's free space and permissions."
+        ) from error
 
 
 def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, layout: Layout) -> None:

@@ -39,7 +39,10 @@ class WeightFiles:
         """A sentence about the files that are read and those that are ignored, or None if none is ignored."""
         read = self.files[0].name if self.weight_map is None else f"the {len(self.files)} files of {INDEX}"
         if self._has_adapter:
-            return f"reading {read} and not the adapter beside it; to use that, merge it with PEFT's `merge_and_unload`"
+            return (
+                f"reading {read} and not the adapter beside it; to use the adapter, merge it with PEFT's "
+                "`merge_and_unload`"
+            )
         return f"reading {read} and ignoring {listing(self.ignored)}, as transformers does" if self.ignored else None
 
     @property
@@ -48,7 +51,7 @@ class WeightFiles:
 
 
 def find(directory: Path, single: str = SINGLE) -> WeightFiles:
-    """Return `single` if it exists, else the files that the index names, which must all exist.
+    """Return `single` if it exists, else the files that the index names. All of these files must exist.
 
     Other safetensors files are ignored, such as a second copy in another layout (consolidated.safetensors).
 
@@ -79,7 +82,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         isinstance(n, str) and n.endswith(".safetensors") and Path(n).name == n for n in names
     ):
         raise CheckpointError(
-            f"{path} has no usable weight_map; expected tensor names with the names of *.safetensors "
+            f"{path} has no usable weight_map; expected a map from tensor names to the names of *.safetensors "
             "files beside it: download it again."
         )
     return cast("dict[str, str]", weight_map)

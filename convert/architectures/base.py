@@ -50,8 +50,8 @@ def positions(raw: Fields) -> int:
 def within_window(raw: Fields) -> int:
     """Return the longest sequence in which each token attends to all earlier tokens.
 
-    This is the smaller of `positions` and `sliding_window`. Sliding-window attention is not implemented. Up to the
-    window length it equals full attention, and the position limit rejects longer sequences.
+    This is the smaller of `positions` and `sliding_window`. Sliding-window attention is not implemented, but it equals
+    full attention up to the window length. The position limit rejects longer sequences.
     """
     longest = positions(raw)
     return min(longest, integer(raw, "sliding_window", longest))

@@ -8,7 +8,10 @@ DEFAULTS: Fields = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def context(raw: Fields) -> int:
-    """Return `positions`, or the window if it is shorter and a layer uses it. Layers from `max_window_layers` on do."""
+    """Return `positions`, or the window if it is shorter and a layer uses it.
+
+    Layers from number `max_window_layers` on use the window.
+    """
     is_on = flag(raw, "use_sliding_window") and raw.get("layer_types") is None
     first = 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", _FIRST_WINDOW)
     return within_window(raw) if is_on and first < integer(raw, "num_hidden_layers") else positions(raw)

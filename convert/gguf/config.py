@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face hub."""
+"""Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face Hub."""
 
 import dataclasses
 import math
@@ -179,7 +179,7 @@ def _check_known(fields: Fields, prefix: str, header: Header) -> None:
     if unknown := {prefix + key for key in fields.keys() - known} | misspelt:
         raise CheckpointError(
             f"{header.file} has {listing(unknown)}, which may change the computed function and is not supported; "
-            "choose a model without it."
+            "choose another model."
         )
     for key, wanted in _FIXED.items():
         if fields.get(key, wanted[0]) not in wanted:
@@ -248,7 +248,7 @@ def _llama3(theta: Json, kind: Json, original: Json, header: Header) -> Fields:
         found, _factors(cast("float", theta), found.size, **fields), rtol=1e-4, atol=0
     ):
         raise CheckpointError(
-            f"{ROPE_FACTORS} in {header.file} is not what Llama 3 scales positions by with the file's metadata; "
+            f"{ROPE_FACTORS} in {header.file} does not match Llama 3's position scaling with the file's metadata; "
             "choose the checkpoint that the file was made from."
         )
     return fields

@@ -1,6 +1,6 @@
-"""A strict reader for GGUF headers. It checks each count and length against the file size before using it.
+"""Read GGUF headers strictly: check each count and length against the file size before using it.
 
-The gguf library's own reader does not check them. The format is specified at
+The gguf library's own reader does not make these checks. The format is specified at
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -173,12 +173,12 @@ def _check_whole(metadata: dict[str, Json], file: Path) -> None:
     if parts not in (0, 1):
         raise CheckpointError(
             f"{file} is one of {str(parts)[:20]} parts; join them with `llama-gguf-split --merge FIRST_PART OUT.gguf` "
-            "and name that file."
+            "and pass that file."
         )
 
 
 def _info(reader: _Reader) -> _Info:
-    """Return (type, shape, offset) of a tensor. The file stores the last dimension first."""
+    """Return a tensor's (type, shape, offset). The file stores the last dimension first."""
     dimensions = reader.number(4)
     if not 1 <= dimensions <= 4:
         raise ValueError(f"{dimensions} dimensions")

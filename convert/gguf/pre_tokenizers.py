@@ -5,7 +5,7 @@ omits names that are not for language models or that need more than patterns, su
 prints a warning.
 """
 
-# ruff: noqa: RUF001 (punctuation of many scripts is meant)
+# ruff: noqa: RUF001 (the patterns contain punctuation of many scripts)
 
 import dataclasses
 
@@ -72,7 +72,7 @@ class Splits:
     """The rules by which a vocabulary splits text.
 
     Attributes:
-        patterns: the patterns in the order of use. Each splits the pieces that the earlier patterns left.
+        patterns: the patterns, in the order of use. Each pattern splits the pieces that the earlier ones left.
         ignore_merges: whether a word that is a token becomes that token, regardless of the merges.
         add_bos: whether every text starts with BOS, unless the file says otherwise.
         composes: whether characters and accents are composed first (NFC), as in the models' tokenizer.json. llama.cpp

@@ -1,4 +1,4 @@
-"""A reader that presents GGUF files as Hugging Face tensors, dequantised row by row.
+"""Read GGUF files as Hugging Face tensors, dequantised row by row.
 
 `convert.from_hf` checks the tensors and joins them.
 """
@@ -56,7 +56,9 @@ class GgufTensor(Tensor):
         try:
             data = np.fromfile(self.file, np.uint8, (last - first) * width, offset=self.stored.offset + first * width)
         except OSError as error:
-            raise CheckpointError(f"{self.file} cannot be read ({error}); check the disk.") from error
+            raise CheckpointError(
+                f"{self.file} cannot be read ({error}); check its permissions and the disk."
+            ) from error
         if data.size != (last - first) * width:
             raise CheckpointError(f"{self.file} was cut short while it was read; read it again.")
         data = data.reshape(last - first, width)

@@ -1,4 +1,4 @@
-"""A builder for the tokenizer that a GGUF file describes.
+"""Build the tokenizer described by a GGUF file.
 
 The model's tokenizer.json is the reference: a vocabulary gives the same ids whichever file it is read from. Control
 tokens, BOS and pre-tokenizer names mean the same as in llama.cpp. Only the default chat template is used.
@@ -31,8 +31,8 @@ def build(header: Header) -> tuple[Tokenizer, dict[str, str]]:
     words = vocabulary(header)
     if words.kind == "gpt2" and words.pre not in SPLITS:
         raise CheckpointError(
-            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, an unknown way to split text; give the folder or "
-            "hub id of the tokenizer of the model that the file was made from: --tokenizer SRC."
+            f"{header.file} has tokenizer.ggml.pre {words.pre!r}, an unknown way to split text; pass the folder or "
+            "Hugging Face repo id of the model that the file was made from: --tokenizer SRC."
         )
     try:
         tokenizer = assemble(words)
@@ -54,7 +54,7 @@ def write(header: Header, directory: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json.
 
     Raises:
-        CheckpointError: as in `build`.
+        CheckpointError: under the same conditions as `build`.
     """
     tokenizer, config = build(header)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -116,7 +116,7 @@ def _merges(words: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every token pair that joins to a token: by descending score, then by descending length of the parts."""
+    """Return every token pair that joins to a token, by descending score and then by descending length of the parts."""
     merges: list[tuple[float, str, str]] = []
     for token, i in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))

@@ -8,7 +8,7 @@ _FIX = "restore the head's own file"
 
 
 def draft_ids(offsets: np.ndarray, known: np.ndarray | None, vocab_size: int) -> np.ndarray:
-    """Return ``int32[V]``: each target token's index among the D tokens that the head can draft, or D for others.
+    """Return ``int32[V]``: each target token's index among the D tokens that the head can draft, or D for other tokens.
 
     Args:
         offsets: ``int64[D]`` ("d2t"): the target's token id for each row of the head, minus the row's index.

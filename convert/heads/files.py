@@ -1,4 +1,4 @@
-"""Common handling of trained-head directories. Pickles in them are never opened."""
+"""Functions shared by the readers and writers of trained-head directories. Pickle files are never opened."""
 
 import json
 from collections.abc import Generator, Iterable, Mapping
@@ -23,7 +23,7 @@ OWN = "jspec_drafter"  # model_type of drafters that no other program reads
 
 
 def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
-    """Return the directory of a head. `source` may be a hub id, as in `convert.resolve`.
+    """Return a head's directory. `source` may be a Hugging Face repo id. See `convert.resolve`.
 
     Args:
         pickled: the name of the pickle that such heads are published as.
@@ -42,8 +42,8 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
         pickles = sorted(file.name for pattern in PICKLES for file in directory.glob(pattern))
         found = f"only pickle files ({listing(pickles)})" if pickles else "no *.safetensors file"
         raise CheckpointError(
-            f"{directory} holds {found}; pickles can run code when read and are never opened here, so if you trust "
-            f"one, convert it with PyTorch: {_snippet(pickles[0] if pickles else pickled, single)}."
+            f"{directory} holds {found}; pickles can run code when read and are never opened here, so if you "
+            f"trust the file, convert it with PyTorch: {_snippet(pickles[0] if pickles else pickled, single)}."
         )
     return directory
 
@@ -51,7 +51,8 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 def kind_of(directory: Path) -> str | None:
     """Return the kind of trained drafter that `directory` holds, or None.
 
-    The kind is the one in jspec's own config.json. Without that, it is "eagle" or "medusa", inferred from tensor names.
+    The kind is the one in jspec's own config.json. Without that file, it is inferred from tensor names: "eagle" or
+    "medusa".
     """
     config = directory / "config.json"
     if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
@@ -67,7 +68,7 @@ def kind_of(directory: Path) -> str | None:
 
 
 def _weights(directory: Path) -> Iterable[Path]:
-    """Return a model's weight files, or all safetensors files if the head's files have other names."""
+    """Return the weight files with standard names, or all safetensors files if there are none."""
     try:
         return weight_files.find(directory).files
     except CheckpointError:
@@ -91,7 +92,9 @@ def read_own(directory: Path, kind: str) -> Fields:
 
 @contextmanager
 def new_own(destination: Path, kind: str, fields: Mapping[str, object]) -> Generator[Path]:
-    """Yield a new directory for the weights of one of jspec's own drafters, and add its config.json, atomically.
+    """Atomically create a directory in jspec's own drafter format.
+
+    Yield the directory for the caller to write the weights, and then add config.json.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.
@@ -118,7 +121,7 @@ def common_dtype(found: dict[str, Tensor]) -> str | None:
 def write(
     destination: str | Path, fields: Mapping[str, object], tensors: dict[str, np.ndarray], single: str = SINGLE
 ) -> Path:
-    """Write a directory with config.json and one safetensors file, atomically.
+    """Atomically write a directory with config.json and one safetensors file.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

@@ -33,7 +33,7 @@ class MedusaOrigin:
         layout: "medusa", as published with the paper, or "vllm".
         file: the file that holds the tensors.
         prefix: the prefix of all tensor names.
-        biased: whether the blocks have biases; they are 0 otherwise.
+        biased: whether the blocks have biases. Otherwise, their biases are 0.
         shared: the name of the output head that all heads share; None if each has its own.
         fields: the content of config.json.
         dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
@@ -69,8 +69,8 @@ def read_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin:
     found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
     if not found:
         raise CheckpointError(
-            f"model_type {raw.get('model_type')!r} and its tensors are not of Medusa heads; expected "
-            "those of Medusa (0.0.linear.weight) or vLLM (blocks.0.layers.0.weight)."
+            f"model_type {raw.get('model_type')!r} and the tensor names are not those of Medusa heads; "
+            "expected the names of Medusa (0.0.linear.weight) or vLLM (blocks.0.layers.0.weight)."
         )
     return MedusaOrigin("medusa", file, found[0][1] or "")
 
@@ -79,8 +79,8 @@ def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin
     check_supported(raw, {"model_type": "medusa", "architectures": ["MedusaModel"], "logit_scale": 1.0})
     if "token_map" in names or raw.get("truncated_vocab_size") not in (None, raw.get("vocab_size")):
         raise CheckpointError(
-            f"truncated_vocab_size is {raw.get('truncated_vocab_size')}, whose tokens token_map "
-            "lists; only heads for all tokens are supported: choose such heads."
+            f"truncated_vocab_size is {raw.get('truncated_vocab_size')}, with the tokens in "
+            "token_map; only heads for the full vocabulary are supported: choose heads without token_map."
         )
     prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
     shared = None
@@ -90,7 +90,7 @@ def _vllm_origin(raw: Fields, names: Collection[str], file: str) -> MedusaOrigin
 
 
 def read_sizes(raw: Fields, origin: MedusaOrigin, shapes: dict[str, tuple[int, ...]]) -> MedusaConfig:
-    """Return the sizes of the heads. For Medusa's own files, they come from the tensors alone.
+    """Return the sizes of the heads. For Medusa's own files, the sizes are read from the tensors alone.
 
     Medusa's published config.json files name 2 heads although there are 5. Medusa's own code accounts for this.
 

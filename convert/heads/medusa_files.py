@@ -35,10 +35,10 @@ def read(source: str | Path) -> MedusaFiles:
     """Find and check the files of Medusa heads.
 
     Args:
-        source: a directory or a hub id.
+        source: a local directory or a Hugging Face repo id.
 
     Raises:
-        CheckpointError: there is any fault in the files. Nothing is repaired or skipped.
+        CheckpointError: the files are invalid in any way. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "medusa_lm_head.pt", OWN_FILE)
     path = directory / "config.json"
@@ -67,11 +67,11 @@ def read(source: str | Path) -> MedusaFiles:
 def write(
     destination: str | Path, config: MedusaConfig, arrays: Mapping[str, np.ndarray], origin: MedusaOrigin
 ) -> Path:
-    """Write the files of Medusa heads, atomically.
+    """Atomically write Medusa head files.
 
     Args:
-        arrays: our arrays by name, all of one dtype.
-        origin: the tensor names, and the config.json fields besides those of `config`.
+        arrays: our arrays by name, all with the same dtype.
+        origin: the tensor names, and the config.json fields that `config` does not determine.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

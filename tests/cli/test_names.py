@@ -119,8 +119,8 @@ def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("smolm2", "nor a name that `jspec models` lists, did you mean 'smollm2'; hub ids have the form 'org/model'"),
-        ("zzz", "nor a name that `jspec models` lists; hub ids have"),
+        ("smolm2", "nor a name that `jspec models` lists, did you mean 'smollm2'; Hugging Face repo ids have the form"),
+        ("zzz", "nor a name that `jspec models` lists; Hugging Face repo ids have"),
     ],
 )
 def test_unknown_names(name, message):

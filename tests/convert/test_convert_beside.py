@@ -109,7 +109,7 @@ def test_a_config_may_not_name_other_weights(tmp_path):
         (
             "adapter_model.safetensors",
             logging.WARNING,
-            "and not the adapter beside it; to use that, merge it with PEFT",
+            "and not the adapter beside it; to use the adapter, merge it with PEFT",
         ),
     ],
 )

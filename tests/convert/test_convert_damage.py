@@ -109,11 +109,11 @@ def test_every_bit_of_the_manifest_counts(bases):
 PLACES = {
     "absent": ("{tmp}/absent", "is neither a directory nor a file here"),
     "absent relative": ("./absent", "is neither a directory nor a file here"),
-    "one word": ("llama", "is neither a directory nor a file here, nor a name .* hub ids have"),
-    "three parts": ("a/b/c", "is neither a directory nor a file here, nor a name .* hub ids have"),
+    "one word": ("llama", "is neither a directory nor a file here, nor a name .* repo ids have"),
+    "three parts": ("a/b/c", "is neither a directory nor a file here, nor a name .* repo ids have"),
     "spaces": (
         "my org/my model",
-        "is neither a directory nor a file here, nor a name .* hub ids have",
+        "is neither a directory nor a file here, nor a name .* repo ids have",
     ),
     "a file": ("{tmp}/base/model.safetensors", "is a file"),
     "a config": ("{tmp}/base/config.json", "is a file"),

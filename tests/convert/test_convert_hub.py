@@ -84,19 +84,19 @@ def test_a_directory_comes_before_the_hub(hub, tmp_path, monkeypatch):
     "source", ["llama", "a/b/c", "/org/model", "./org/model", "../model", "~/model", "org/", "org/my model"]
 )
 def test_what_cannot_be_a_hub_id_is_not_asked_for(hub, source):
-    with pytest.raises(CheckpointError, match="hub ids have the form"):
+    with pytest.raises(CheckpointError, match="repo ids have the form"):
         convert.resolve(source)
     assert hub.call is None
 
 
 def test_a_path_object_is_never_a_hub_id(hub):
-    with pytest.raises(CheckpointError, match="hub ids have the form"):
+    with pytest.raises(CheckpointError, match="repo ids have the form"):
         convert.resolve(Path("org/model"))
     assert hub.call is None
 
 
 def test_a_directory_has_no_revision(tmp_path):
-    with pytest.raises(CheckpointError, match="only hub ids have revisions"):
+    with pytest.raises(CheckpointError, match="only Hugging Face repo ids have revisions"):
         convert.load(make(tmp_path / "hf"), revision="main")
 
 

@@ -59,7 +59,7 @@ FOLDERS = {
     "a GGUF file": (plain("x.gguf"), r"no \*.safetensors file; name the GGUF file itself, as in .*x.gguf"),
     "a GGUF file in parts": (
         plain("x-00001-of-00002.gguf", "x-00002-of-00002.gguf"),
-        "llama-gguf-split --merge .*x-00001-of-00002.gguf OUT.gguf` and name that file",
+        "llama-gguf-split --merge .*x-00001-of-00002.gguf OUT.gguf` and pass that file",
     ),
     "MLX": (files("weights.npz"), f"holds weights.npz, in the format of MLX or NumPy, which is not read; {HUB}"),
     "Flax": (files("flax_model.msgpack"), "in the format of Flax"),

@@ -282,7 +282,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
     assert output.startswith("error: ")
     assert output.count("\n") == 1
     code, output = run(make(tmp_path / "hf"), tmp_path / "out", "--revision", "main")
-    assert (code, "only hub ids have revisions" in output) == (1, True)
+    assert (code, "only Hugging Face repo ids have revisions" in output) == (1, True)
     assert run(tmp_path / "hf", tmp_path / "out", "--dtype", "int8")[0] == 2
 
 

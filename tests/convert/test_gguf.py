@@ -153,7 +153,7 @@ def test_llama3_positions_are_found_again(tmp_path, theta, changes):
 )
 def test_other_factors_of_positions_are_refused(tmp_path, change):
     factors = np.ascontiguousarray(change(llama3_factors(10000.0, 64, **LLAMA3)), np.float32)
-    with pytest.raises(CheckpointError, match=r"rope_freqs.weight in .*x.gguf .*(not what Llama 3|has shape)"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight in .*x.gguf .*(does not match Llama 3|has shape)"):
         convert.load(scaled(tmp_path / "x.gguf", {}, factors))
 
 
@@ -168,7 +168,7 @@ def test_linear_positions(tmp_path):
     once = scaled(tmp_path / "once.gguf", {"llama.rope.scaling.factor": np.float32(1)})
     assert convert.load(once).config.rope == convert.RopeConfig()
     factors = np.asarray(llama3_factors(10000.0, 64, **LLAMA3), np.float32)
-    with pytest.raises(CheckpointError, match="is not what Llama 3 scales"):  # scaled by both
+    with pytest.raises(CheckpointError, match="does not match Llama 3's position scaling"):  # scaled by both
         convert.load(scaled(tmp_path / "both.gguf", {"llama.rope.scaling.factor": np.float32(4)}, factors))
     none = scaled(tmp_path / "none.gguf", {"llama.rope.scaling.type": "none"})
     assert convert.load(none).config.rope == convert.RopeConfig()
@@ -218,5 +218,5 @@ def test_a_directory_of_gguf_files_says_to_name_one(tmp_path):
 def test_no_revision(tmp_path):
     file, _ = model(tmp_path / "X.GGUF", num_hidden_layers=1)
     assert convert.load(file).params
-    with pytest.raises(CheckpointError, match="revision 'main' was given with the file"):
+    with pytest.raises(CheckpointError, match="revision 'main' was passed with the file"):
         convert.load(file, revision="main")

@@ -103,7 +103,7 @@ CASES = {
     "t2d of other tokens": ("sglang", tensors(t2d=np.logical_not), "t2d and d2t disagree about token 0"),
     "t2d is short": ("sglang", tensors(t2d=lambda x: x[:9]), r"t2d .* shape \[9\], expected \[31\]"),
     # config.json
-    "two layers": ("sglang", config(num_hidden_layers=2), "num_hidden_layers is 2; only heads of one layer"),
+    "two layers": ("sglang", config(num_hidden_layers=2), "num_hidden_layers is 2; only single-layer heads"),
     "another layer": (
         "speculators",
         section("transformer_layer_config", model_type="deepseek_v3"),
@@ -113,7 +113,7 @@ CASES = {
     "another head": ("speculators", config(speculators_model_type="dflash"), "speculators_model_type 'dflash' and"),
     "architectures that are no list": ("sglang", config(architectures=5), "architectures is 5; expected a list"),
     "another architecture": ("sglang", config(architectures=["Eagle3DeepseekV2ForCausalLM"]), "is not an EAGLE head"),
-    "a whole model": ("eagle", both(tensors(fc__weight=..., fc__bias=...)), "is not an EAGLE head of one Llama layer"),
+    "a whole model": ("eagle", both(tensors(fc__weight=..., fc__bias=...)), "is not an EAGLE head with one Llama"),
     "layernorms": ("eagle", config(layernorms=True), "layernorms is True, which changes the computed function"),
     "parallel drafting": ("speculators", config(mask_token_id=3), "mask_token_id is 3, which changes"),
     "a window": ("speculators", section("transformer_layer_config", sliding_window=8), "sliding_window is 8"),
@@ -128,12 +128,12 @@ CASES = {
     "two values": (
         "sglang",
         both(config(norm_before_fc=False), section("eagle_config", norm_before_fc=True)),
-        "norm_before_fc is both true and false",
+        "norm_before_fc differs between config.json and its eagle_config",
     ),
     "no states": ("sglang", section("eagle_config", use_aux_hidden_state=False), "use_aux_hidden_state is False"),
     "unknown flag": ("sglang", section("eagle_config", use_moe=True), "eagle_config has unknown use_moe"),
     "no section": ("sglang", config(eagle_config=[1]), r"eagle_config has unknown \[1\]"),
-    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "layer outputs and so must be one less"),
+    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "layer outputs and must be one less"),
     "layers out of order": ("speculators", config(**{IDS: [2, 5, 4]}), "expected distinct layers in ascending order"),
     "a layer twice": ("speculators", config(**{IDS: [2, 4, 4]}), "distinct layers in ascending order"),
     "a layer below 0": ("speculators", config(**{IDS: [-1, 4, 5]}), "expected distinct layers in ascending order"),

@@ -242,13 +242,13 @@ DAMAGE = {
     ),
     "no count": ("vllm", config(num_heads=None), "num_heads is missing; expected a positive integer"),
     "another depth": ("medusa", config(medusa_num_layers=1), "medusa_num_layers is 1 but .* follows 2 blocks"),
-    "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, whose tokens token_map"),
+    "fewer tokens": ("vllm", config(truncated_vocab_size=9), "truncated_vocab_size is 9, with the tokens in token_map"),
     "a scale": ("vllm", config(logit_scale=2.0), "logit_scale is 2.0, which changes"),
     "another model": ("vllm", config(architectures=["EAGLEModel"]), "architectures is .'EAGLEModel'., which changes"),
     "no heads": (
         "medusa",
         edit_tensors(OWN, lambda w: [w.pop(n) for n in list(w)[1:]] + [w.update(x=w.popitem()[1])]),
-        "are not of Medusa heads; expected those of Medusa",
+        "are not those of Medusa heads; expected the names of Medusa",
     ),
     "no output head": (
         "medusa",

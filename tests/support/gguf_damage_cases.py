@@ -220,7 +220,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "other experts' shape": (tensor(Q, (1, 32, 32)), r"has shape \[1, 32, 32\]"),
     "padded vocabulary": (tensor("token_embd.weight", (16, 32)), r"has shape \[16, 32\], expected \[12, 32\]"),
     "numbers that cannot be read": (tensor(NORM, (32,), Kind.I32), "of type I32, which the gguf library cannot"),
-    "factors of no Llama 3": (tensor("rope_freqs.weight", (4,)), "is not what Llama 3 scales"),
+    "factors of no Llama 3": (tensor("rope_freqs.weight", (4,)), "does not match Llama 3's position scaling"),
     "factors long": (tensor("rope_freqs.weight", (4096, 16)), "rope_freqs.weight in"),
 }
 

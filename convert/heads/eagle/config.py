@@ -22,7 +22,7 @@ class EagleConfig:
         norm_before_residual: whether the layer's residual stream starts with the normalised state.
         norm_before_fc: whether there is one norm over the concatenated target states.
         fc_norm: whether each target state has its own norm (EAGLE-3.1).
-        norm_output: whether a state goes through the final norm before it is read again (EAGLE-3.1).
+        norm_output: whether the final norm is applied to a state before the head reads it again (EAGLE-3.1).
     """
 
     generation: int

@@ -44,11 +44,11 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
     """Find and check a head's files.
 
     Args:
-        source: a directory or a hub id.
+        source: a local directory or a Hugging Face repo id.
         num_layers: the target's number of layers. See `convert.heads.eagle.parse_config.parse`.
 
     Raises:
-        CheckpointError: there is any fault in the files. Nothing is repaired or skipped.
+        CheckpointError: the files are invalid in any way. Nothing is repaired or skipped.
     """
     directory = head_files.find(source, "pytorch_model.bin")
     path = directory / "config.json"
@@ -99,17 +99,17 @@ def write(
     layout: str,
     origin: EagleOrigin | None,
 ) -> Path:
-    """Write a head's files, atomically.
+    """Atomically write a head's files.
 
     Args:
-        config: the head's config. If `own_head` is false, the output head is left out, even with a reduced vocabulary.
-        arrays: our arrays by name, all of one dtype.
+        config: the head's config. If `own_head` is false, no output head is written, even with a reduced vocabulary.
+        arrays: our arrays by name, all with the same dtype.
         origin: the files that the head was loaded from. If their layout is `layout`, tensors keep their names and
             config.json keeps its fields.
 
     Raises:
-        CheckpointError: programs that read `layout` would not compute the same as the head, or `destination` exists
-            or cannot be written.
+        CheckpointError: programs that read `layout` would not compute the same result as the head, or `destination`
+            exists or cannot be written.
     """
     eagle_json.check_format(config, layout)
     same = origin if origin is not None and origin.layout == layout else None

@@ -1,4 +1,4 @@
-"""A parser for an EAGLE head's config.json. It parses or rejects every flag that changes the result."""
+"""Parse an EAGLE head's config.json. Every flag that changes the result is either parsed or rejected."""
 
 import dataclasses
 from collections.abc import Collection
@@ -72,8 +72,8 @@ def layout_of(raw: Fields, names: Collection[str]) -> str:
     if layout is None or not set(map(str, architectures)) <= _ARCHITECTURES[layout]:
         said = f"speculators_model_type {kind!r} and " if kind is not None else ""
         raise CheckpointError(
-            f"it has {said}architectures {architectures}, which is not an EAGLE head of one Llama layer; "
-            "load an EAGLE-1, EAGLE-3 or EAGLE-3.1 head for a Llama, Mistral or Qwen."
+            f"it has {said}architectures {architectures} and is not an EAGLE head with one Llama layer; "
+            "load an EAGLE-1, EAGLE-3 or EAGLE-3.1 head for a Llama, Mistral or Qwen model."
         )
     return layout
 
@@ -105,7 +105,9 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
             "value with which the head was trained."
         )
     if flags["norm_before_fc"] and flags["fc_norm"]:
-        raise CheckpointError("norm_before_fc and fc_norm are both true; a head has only one of them: keep its own.")
+        raise CheckpointError(
+            "norm_before_fc and fc_norm are both true; a head has at most one of the two: restore its own values."
+        )
     target_size = integer(raw, "target_hidden_size", layer.hidden_size)
     features = _features(raw, inner, num_layers)
     return EagleConfig(3, layer, target_size, features, _draft_vocab(raw, layer, names), **own, **flags)
@@ -123,7 +125,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
             check_supported(raw, {"transformer_layer_architecture": "LlamaDecoderLayer"})
     elif flag(raw, "tie_word_embeddings"):
         raise CheckpointError(
-            "tie_word_embeddings is true, which SGLang reads and others do not; set it to false if "
+            "tie_word_embeddings is true, which SGLang reads and other programs ignore; set it to false if "
             "the head's output is not its embedding."
         )
     known = _FAMILIES[generation]
@@ -139,7 +141,7 @@ def _layer(raw: Fields, layout: str) -> LlamaConfig:
     )
     if layer.num_hidden_layers != 1:
         raise CheckpointError(
-            f"num_hidden_layers is {layer.num_hidden_layers}; only heads of one layer are supported: choose one."
+            f"num_hidden_layers is {layer.num_hidden_layers}; only single-layer heads are supported: choose one."
         )
     return dataclasses.replace(layer, qkv_bias=generation == 1 and flag(fields, "qkv_bias"))
 
@@ -152,7 +154,7 @@ def _nvidia(raw: Fields) -> Fields:
     if not isinstance(inner, dict) or set(inner) - known:
         found = listing(set(inner) - known) if isinstance(inner, dict) else repr(inner)
         raise CheckpointError(
-            f"{NVIDIA} has unknown {found}; expected an object of {listing(known, 20)}: choose a head without it."
+            f"{NVIDIA} has unknown {found}; expected an object of {listing(known, 20)}: choose another head."
         )
     check_supported(inner, _FIXED_NVIDIA)
     return inner
@@ -162,9 +164,7 @@ def _flag(raw: Fields, inner: Fields, name: str) -> bool:
     """Return a flag from config.json or its section, or false if neither has it, as in vLLM and SGLang."""
     values = {flag(place, name) for place in (raw, inner) if place.get(name) is not None}
     if len(values) > 1:
-        raise CheckpointError(
-            f"{name} is both true and false, in config.json and in its {NVIDIA}; keep the head's own."
-        )
+        raise CheckpointError(f"{name} differs between config.json and its {NVIDIA}; restore the head's own value.")
     return values.pop() if values else False
 
 
@@ -186,14 +186,14 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
         raise CheckpointError(
-            f"{IDS} are {raw[IDS]} and, in {NVIDIA}, {inner[IDS]}; the latter name layer outputs "
-            "and so must be one less: keep the head's own."
+            f"{IDS} are {raw[IDS]} in config.json and {inner[IDS]} in its {NVIDIA}, whose ids name layer outputs "
+            "and must be one less; restore the head's own values."
         )
     features = found.pop() if found else _usual_features(num_layers)
     count = integer(raw, "num_aux_hidden_states", len(features))
     if count != len(features):
         raise CheckpointError(
-            f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; keep the head's own."
+            f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; restore the head's own values."
         )
     return features
 
@@ -220,6 +220,6 @@ def _usual_features(num_layers: int | None) -> tuple[int, ...]:
     if sorted(set(features)) != list(features):
         raise CheckpointError(
             f"config.json has no {IDS}, and the default {list(features)} for a target of {num_layers} "
-            "layers are not three in ascending order; add those that the head was trained with."
+            "layers are not three in ascending order; add the ids that the head was trained with."
         )
     return features

@@ -12,7 +12,7 @@ from convert.heads.eagle.config import EagleConfig
 from convert.keymap import Entry, Part
 
 EMBEDDING, HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
-# The target's token id for each row of the head, minus the row's index; and whether each target token has a row.
+# "d2t": the target's token id for each row of the head, minus the row's index. "t2d": whether a target token has a row.
 TARGET_IDS, KNOWN = "d2t", "t2d"
 TABLES = {TARGET_IDS: "I64", KNOWN: "BOOL"}
 
@@ -54,7 +54,7 @@ def entries(config: EagleConfig, layout: str, prefix: str | None = None) -> tupl
 
 
 def _layer(config: EagleConfig, prefix: str) -> Iterator[Entry]:
-    """Yield the entries of a Llama layer. Generation 3 has inputs of twice the width, and 1 has no input norm."""
+    """Yield the entries of a Llama layer. Generation 3 has inputs of double width. Generation 1 has no input norm."""
     for entry in keymap.entries(config.layer):
         if not entry.name.startswith("layers.0."):
             continue

@@ -17,7 +17,7 @@ FORMATS = ("speculators", "sglang", "eagle")
 
 
 def check_format(config: EagleConfig, layout: str) -> None:
-    """Raise CheckpointError unless programs that read `layout` compute the same as a head with this `config`."""
+    """Raise CheckpointError unless programs that read `layout` compute the same result as a head with `config`."""
     if layout not in FORMATS:
         raise CheckpointError(f"format {layout!r} is unknown; choose one of {', '.join(FORMATS)}.")
     generation = LAYOUTS[layout].generation
@@ -29,20 +29,22 @@ def check_format(config: EagleConfig, layout: str) -> None:
         )
     if config.generation == 1 and (config.draft_vocab_size is not None or config.own_head):
         raise CheckpointError(
-            "eagle files have no output head, because it is the target's; this head has one of its own, "
+            "eagle files have no output head, because the head uses the target's; this head has its own output head, "
             "which can be saved only with a head of generation 3."
         )
     if config.generation == 3 and (sorted(set(config.features)) != list(config.features) or config.features[0] < 0):
         raise CheckpointError(
             f"features is {config.features}; {layout} files need distinct layers in ascending "
-            "order: make a head with such features."
+            "order: create a head with such features."
         )
     if config.norm_before_fc and config.fc_norm:
-        raise CheckpointError("norm_before_fc and fc_norm are both true, which no program reads; use one of them.")
+        raise CheckpointError(
+            "norm_before_fc and fc_norm are both true, which no program reads; use only one of the two."
+        )
     if unread := [name for name, wanted in _unread(config, layout).items() if wanted]:
         raise CheckpointError(
             f"programs that read {layout} files do not read {', '.join(unread)} and would compute "
-            "something else; choose another format or a head without that."
+            "something else; choose another format, or a head without these features."
         )
 
 
@@ -100,7 +102,7 @@ def _means(raw: Fields, config: EagleConfig, names: Collection[str]) -> bool:
 
 
 def _merged(made: Fields, kept: Fields) -> Fields:
-    """Return `made` updated with the fields of `kept`; sections are merged field by field."""
+    """Return `made` updated with the fields of `kept`. Merge sections field by field."""
     both = {
         key: _merged(cast("Fields", made[key]), value)
         if isinstance(made.get(key), dict) and isinstance(value, dict)
@@ -119,7 +121,7 @@ def _flags(config: EagleConfig) -> Fields:
 
 
 def _layer(config: EagleConfig) -> Fields:
-    """Return the layer's fields, untied: the output head is in the files or is the target's, never the embedding."""
+    """Return the layer's fields, untied: the output head is in the files or is the target's. It is never the embedding."""
     return llama_json.fields(config.layer) | {"tie_word_embeddings": False}
 
 
