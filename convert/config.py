@@ -179,8 +179,8 @@ def read_config(source: str | Path) -> LlamaConfig:
     file is missing, config.json may hold its fields, as in transformers.
 
     Raises:
-        CheckpointError: under the same conditions as `parse_config`, or if a file is missing, is not a JSON object, or is a
-            damaged GGUF file.
+        CheckpointError: under the same conditions as `parse_config`, or if a file is missing, is not a JSON object, or
+            is a damaged GGUF file.
     """
     path = Path(source)
     if path.is_file():

@@ -14,8 +14,8 @@ from jspec.text.tokenizer_file import transformers
 def demo_pair(dtype: DTypeLike | None = None, sharding: Placement | None = None) -> tuple[Llama, Llama, Any]:
     """Load ``(target, draft, tokenizer)``, the bundled pair of small Python source-code models. This works offline.
 
-    The arguments are the same as for `load`.
+    The arguments are the same as those of `load`.
     """
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
-    # The tokenizer is typed as Any, because transformers' own types reject JAX arrays, which it decodes.
+    # The tokenizer is typed as Any, because transformers' type hints reject JAX arrays, although it decodes them.
     return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

@@ -18,13 +18,13 @@ def pretrained(
 ) -> tuple[Llama, NGramDrafter | FallbackDrafter, TokenizerFile]:
     """Load ``(target, drafter, tokenizer)`` for a known model, such as "smollm2". `jspec models` lists the names.
 
-    The drafter is lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the model, as it
-    does for smollm2, the drafter is a `FallbackDrafter`: lookup, with the head as its fallback. The tokenizer includes
-    the model's chat template.
+    The drafter uses prompt lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the
+    model, as it does for smollm2, the drafter is a `FallbackDrafter`: it tries prompt lookup first and falls back to
+    the head. The tokenizer includes the model's chat template.
 
     Args:
-        name: the model's short name. The model is looked up on this machine first, then on the hub.
-        dtype, quantize, sharding: as for `load`.
+        name: the model's short name. The model is downloaded only if it is not found on this machine.
+        dtype, quantize, sharding: same as in `load`.
 
     Raises:
         ValueError: `name` is not a known model; use `load` for any other source.
@@ -32,7 +32,9 @@ def pretrained(
             it.
     """
     if name not in MODELS:
-        raise ValueError(f"{name!r} is not one of the known models, {', '.join(MODELS)}; use jspec.load for others.")
+        raise ValueError(
+            f"{name!r} is not one of the known models, {', '.join(MODELS)}; use jspec.load for other models."
+        )
     target, folder = load(name, dtype, quantize, sharding), head_of(name)
     drafter = NGramDrafter() if folder is None else with_lookup_first(EagleDrafter.load(folder, target, dtype))
     return target, drafter, load_tokenizer(name)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from jspec.core.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"  # stands for bytes that do not form a character, or do not form one yet
-_LONGEST = 4  # bytes in a UTF-8 character, and therefore the most tokens that one can be split over
+_LONGEST = 4  # bytes in a UTF-8 character, and therefore the most tokens that a character can be split over
 _LONGEST_CONTEXT = 16  # tokens to try as a context before falling back to all of them
-_PROMPT_WINDOW = 16  # prompt tokens to decode first when looking for a place to begin
+_PROMPT_WINDOW = 16  # prompt tokens to decode first when looking for a context
 
 
 class Pieces:
@@ -23,8 +23,8 @@ class Pieces:
 
     Only a window of tokens is decoded, so the time per token does not depend on the length of the text. A window
     consists of a context and the pending tokens after it. Decoders treat the start of a text specially: some drop a
-    leading space. The context therefore ends with a complete character and decodes to text of its own, unless nothing
-    before it does.
+    leading space. The context therefore ends with a complete character and decodes to non-empty text, if any earlier
+    tokens have text.
 
     Args:
         tokenizer: the tokenizer that the tokens belong to.
@@ -42,7 +42,7 @@ class Pieces:
         self._given = text if shows_prompt else self._complete(text)
 
     def add(self, token: int, is_last: bool = False) -> str:
-        """Return the text that the next token adds. If it is the last token, include the text held back so far."""
+        """Return the text that the next token adds. If `is_last`, include the text that has been held back."""
         before = self._text()
         self._pending.append(int(token))
         text = self._text()
@@ -56,7 +56,7 @@ class Pieces:
         return added
 
     def rest(self) -> str:
-        """Return the text held back so far. Call this after the last token."""
+        """Return the text that has been held back. Call this after the last token."""
         return self._give(self._text())
 
     def _give(self, text: str) -> str:
@@ -67,7 +67,7 @@ class Pieces:
         return added
 
     def _next_context(self) -> list[int]:
-        """Return the pending tokens, preceded by as few earlier tokens as possible if they have no text."""
+        """Return the pending tokens, preceded by as few earlier tokens as needed if they have no text."""
         if self._decode(self._pending):
             return self._pending
         known = self._context + self._pending
@@ -79,7 +79,7 @@ class Pieces:
         """Return the pending tokens' text without an incomplete character at its end."""
         if not text.endswith(_UNKNOWN):
             return text
-        # A few tokens may all belong to one incomplete character. With more tokens, only the last U+FFFD may.
+        # A few tokens may all belong to an incomplete character. With more tokens, only the last U+FFFD may be one.
         return text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
 
     def _begin(self, context: list[int]) -> None:

@@ -4,7 +4,7 @@
 import dataclasses
 from typing import Protocol, cast
 
-# The fixed overhead of a kernel in seconds, also within a GPU's command buffer. Assumed; an H200 takes 2.1 us.
+# The fixed overhead of a kernel in seconds, also within a GPU's command buffer. This is assumed; an H200 takes 2.1 us.
 LAUNCH = 2e-6
 
 
@@ -52,7 +52,7 @@ DEVICES = {
 
 
 def find(device: str | Device | None = None) -> Device:
-    """Look up a device by name. A `Device` is returned as it is, and None means JAX's local device.
+    """Look up a device by name. A `Device` is returned unchanged, and None means JAX's local device.
 
     The whole name must match: an H100 PCIe is not an H100, and an L40S is not an L4.
 

@@ -9,9 +9,9 @@ Two purposes never share a stream: under rejection, noise shared by the draft an
 (The rule "coupled" drafts with the target's own noise, and uses no other noise to accept tokens.)
 
 A position reuses its streams if it is verified again after an earlier rejection. The output stays exact, because the
-noise at position t affects nothing before t and is still independent of all committed tokens. If that does not hold,
-each round gets its own key. Drafting needs one, because a drafter may remember discarded tokens. Block verification
-needs one, because the noise at later positions affects earlier ones.
+noise at position t affects nothing before t and is still independent of all committed tokens. For draws to which this
+does not apply, each round gets its own key. Drafting needs such a key, because a drafter may remember discarded tokens.
+Block verification needs one, because the noise at later positions affects earlier positions.
 """
 
 import enum
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Stream numbers reserved per position. There are fewer purposes, so a new one does not change the output of old seeds.
+# Stream numbers reserved per position. There are fewer purposes, so adding one does not change any seed's output.
 STRIDE = 16
 
 
@@ -31,7 +31,7 @@ class Purpose(enum.IntEnum):
 
     DRAFT = 0
     ACCEPT = 1
-    TARGET = 2  # the target's own token: a correction or a bonus; a position has only one of them
+    TARGET = 2  # the target's own token: a correction or a bonus; no position has both
 
 
 def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
@@ -69,7 +69,7 @@ def trial_keys(keys: Array, number: int) -> Array:
 
 
 def of_sibling(keys: Array, rank: int) -> Array:
-    """Return keys for a node of this rank among siblings or cousins, with unique streams. Rank 0 uses `keys` itself."""
+    """Return keys with unique streams for a node of this rank among siblings or cousins. Rank 0 uses `keys` itself."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**31 + rank)) if rank else keys
 
 

@@ -40,11 +40,11 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
     The vocabulary is split into about sqrt(V) blocks. The first draw chooses a block by its mass, and the second a
     token within it. This needs 2 sqrt(V) random numbers, not V. Probabilities are only summed, so even the rarest token
     keeps its probability to float32 precision. A cumulative sum over the vocabulary would lose the tail. With the same
-    noise, similar distributions mostly give the same token.
+    noise, similar distributions mostly yield the same token.
 
     Args:
         noise: ``float32[..., 2, W]``, from `jspec.core.keys.gumbel`.
-        probs: ``float32[..., V]``. A row without mass gives token 0.
+        probs: ``float32[..., V]``. A row without mass results in token 0.
 
     Returns:
         ``int32[...]``.
@@ -60,7 +60,7 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
 
 
 def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
-    """Return ``[..., V]``: each token's log-probability that `noise` samples it from a distribution similar to `probs`.
+    """Return ``[..., V]``: the log-probability that `noise` samples each token from a distribution similar to `probs`.
 
     The first draw of `sample_with_noise` chooses a block, and the second a token within it. Each draw is approximated
     by a softmax over the values that it compares. A higher `sharpness` puts more weight on the token that `noise`

@@ -17,7 +17,7 @@ from jspec.core.origins import ACCEPTED, COLOURS, KEPT, NAMES, NO_GUESS, REFUSED
 from jspec.core.tokenizer import Tokenizer
 
 _REFUSED = "strike bright_black"
-# A control character in the text could recolour or overwrite the terminal, and a line break would look like a round.
+# A control character in the text could recolour or overwrite the screen, and a line break would look like a round.
 _VISIBLE = {i: "\ufffd" for i in [*range(32), *range(127, 160)]} | {ord("\n"): "⏎", ord("\t"): "→", ord("\r"): ""}
 
 
@@ -91,7 +91,7 @@ class _Branch(NamedTuple):
     Attributes:
         depth: the number of draft tokens before the run.
         instead: whether the run follows the last accepted draft token of the round.
-        texts: the texts of the rejected tokens.
+        texts: the text of each rejected token.
     """
 
     depth: int

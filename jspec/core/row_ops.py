@@ -57,7 +57,7 @@ def tally(counts: Array, tokens: Array, more: Array) -> Array:
     """Return ``counts[B, V]`` with ``more[B, n]`` added at ``tokens[B, n]``. `more` must be 0 for tokens outside V."""
 
     def together(counts: Array, tokens: Array, more: Array) -> Array:
-        # Add row by row. If the row were an index, devices that share the batch would exchange the counts.
+        # Add row by row. If the row were an index, devices that share the batch would send each other the counts.
         return cast("Array", jax.vmap(lambda counts, tokens, more: counts.at[tokens].add(more))(counts, tokens, more))
 
     def by_token(counts: Array, tokens: Array, more: Array) -> Array:
@@ -73,7 +73,7 @@ def _by_platform(
     """Run `one_by_one` on TPUs if there are few rows, else `together`.
 
     On TPUs a gather or scatter over rows is a loop that processes one row at a time and waits after each. If several
-    TPUs share the rows, `one_by_one` exchanges some of the written values between them, which the loop does not.
+    TPUs share the rows, `one_by_one` transfers some of the written values between TPUs. The loop does not.
     """
     if count > _UNROLLED:
         return together(*arguments)

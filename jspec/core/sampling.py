@@ -69,8 +69,8 @@ class SamplingParams:
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, PyTree], ...], tuple[str, ...]]:
         """Return the temperature and the fields that are not at their defaults.
 
-        The trace can then tell which filters are off. Parameters from `tree_unflatten` keep their children, whatever
-        their values are.
+        Tracing can then leave out the filters that are off. Parameters from `tree_unflatten` keep their children,
+        whatever their values are.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         children = vars(self).get("_children") or tuple(
@@ -95,7 +95,10 @@ jax.export.register_pytree_node_serialization(
 
 
 def _is_default(name: str, value: object) -> bool:
-    """Return whether a field holds its default, as a plain number or None. Device arrays are not read."""
+    """Return whether a field holds its default, as a plain number or None.
+
+    Arrays on a device never count as defaults, so that this does not wait for their values.
+    """
     default = getattr(SamplingParams, name)
     if value is None or default is None:
         return value is default
@@ -106,7 +109,7 @@ def _is_default(name: str, value: object) -> bool:
 class LogitsTransforms:
     """`SamplingParams` as the program accepts them: numbers or arrays, and None for fields that are left out."""
 
-    temperature: Any  # an array once the program runs, whose rows drafters index
+    temperature: Any  # an array in the running program; drafters index its rows
     top_k: float | Array | np.ndarray | None
     tail_mass: float | Array | np.ndarray | None  # 1 - top_p
     min_p: float | Array | np.ndarray | None
@@ -153,12 +156,12 @@ def target_transforms(params: SamplingParams) -> LogitsTransforms:
 
 
 def _float32(value: PerRequest | Sequence[Sequence[float]]) -> Array | np.ndarray:
-    """Convert numbers and NumPy arrays to float32, so that 0 after 0.5 does not recompile. Keep JAX arrays."""
+    """Convert numbers and NumPy arrays to float32, so that changing 0.5 to 0 does not recompile. Keep JAX arrays."""
     return value if isinstance(value, jax.Array) else np.asarray(value, np.float32)
 
 
 def draft_transforms(params: SamplingParams) -> LogitsTransforms:
-    """Return the draft's transforms: those of the target, but with the draft's own temperature and top-p if given."""
+    """Return the draft's transforms: those of the target, but with the draft's own temperature and top-p if set."""
     own = {"temperature": params.draft_temperature, "top_p": params.draft_top_p}
     given = {name: value for name, value in own.items() if value is not None}
     return target_transforms(dataclasses.replace(params, **given))
@@ -291,7 +294,7 @@ def _kth_largest(values: Array, k: float | Array | np.ndarray) -> Array:
 
 
 def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
-    """Return a mask of the tokens that top-p keeps. The least likely are dropped (ties by index) up to `tail_mass`."""
+    """Return a mask of the tokens that top-p keeps. It drops the least likely (ties by index), up to `tail_mass`."""
     bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
     below: Callable[[Array], Array] = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
     threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
@@ -303,10 +306,10 @@ def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
 
 
 def _largest_where(holds: Callable[[Array], Array], values: Array) -> Array:
-    """Return the largest uint32 for which `holds`, a test of `values`, is true. It must be false for larger ones."""
+    """Return the largest uint32 for which `holds`, a test of `values`, is true. It must be false for larger numbers."""
 
     def try_bit(i: Array, found: Array) -> Array:
-        # With jax.disable_jit the loop counts in Python.
+        # With jax.disable_jit, `i` is a Python int.
         candidate = found | (jnp.uint32(1 << 31) >> jnp.asarray(i).astype(jnp.uint32))
         return jnp.where(holds(candidate), candidate, found)
 

@@ -23,7 +23,7 @@ Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
 
 def on_any_mesh(program: Callable[..., T]) -> Callable[..., T]:
-    """Wrap ``program(target, drafter, tokens, ...)``, which is to be jitted, so that it accepts arrays on any mesh.
+    """Make ``program(target, drafter, tokens, ...)`` accept arrays on any mesh. Apply this before `jax.jit`.
 
     Inside the program, explicit axes become automatic. Under `jax.shard_map`, all arguments vary along the same axes.
     The results are sharded like the rows of `tokens`.
@@ -52,8 +52,8 @@ def on_any_mesh(program: Callable[..., T]) -> Callable[..., T]:
 def _check_manual_axes() -> None:
     """Raise ValueError if `jax.shard_map` leaves an axis to XLA.
 
-    Under `jax.shard_map`, each device's loop stops when its own rows are done. An exchange in the loop could then wait
-    forever.
+    Under `jax.shard_map`, each device's loop stops when its own rows are done. A collective operation in the loop could
+    then wait forever.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
@@ -68,7 +68,7 @@ def _check_manual_axes() -> None:
 def vary_like(tree: T, like: PyTree) -> T:
     """Return `tree`, typed as varying over all axes along which any leaf of `like` varies.
 
-    This is for a loop's initial values. Values do not change. Outside `jax.shard_map`, types do not change either.
+    Use this for a loop's initial values. Values do not change. Outside `jax.shard_map`, types do not change either.
     """
     axes = frozenset[Hashable]().union(*map(_varying, jax.tree.leaves(like)))
     return jax.tree.map(lambda leaf: lax.pcast(leaf, tuple(axes - _varying(leaf)), to="varying"), tree)
@@ -83,9 +83,9 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
     """Return a placement for `jspec.load` that divides each of the model's matrices over one mesh axis.
 
     As in Megatron-LM (Shoeybi et al. 2019), the first projections of attention and MLP are split along their outputs,
-    and the last projections along their inputs. Embedding and head are split along the hidden size, so every device has
-    a token's whole distribution. All norms, including those of queries and keys, are replicated on every device. XLA
-    divides caches and activations accordingly.
+    and the last projections along their inputs. The embedding and the output head are split along the hidden size, so
+    every device has a token's whole distribution. All norms, including those of queries and keys, are replicated on
+    every device. XLA divides caches and activations accordingly.
 
     Args:
         mesh: the device mesh. Weights are replicated over its other axes, if it has any.

@@ -1,4 +1,4 @@
-"""The tokenizer contract: what jspec needs from a Hugging Face tokenizer."""
+"""The interface that jspec requires of a Hugging Face tokenizer."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     def __call__(
         self, text: str | list[str], /, add_special_tokens: bool = True, verbose: bool = True
     ) -> Mapping[str, Any]:
-        """Return ``{"input_ids": ids}``, with one list of ids for a text, or a list for each of several texts."""
+        """Return ``{"input_ids": ids}``, with one list of ids for one text, or a list per text for several."""
         ...
 
     def decode(

@@ -11,10 +11,12 @@ import numpy as np
 
 @contextlib.contextmanager
 def explicit_transfers() -> Generator[None]:
-    """Treat all transfers in the context as explicit. "disallow" permits them; "disallow_explicit" does not.
+    """Treat all transfers in the context as explicit.
 
-    Use it for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit, but takes
-    twenty times as long for a handful of numbers.
+    The guard "disallow" then permits them, but "disallow_explicit" does not.
+
+    Use this for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit, but
+    takes twenty times as long for a handful of numbers.
     """
     with contextlib.ExitStack() as stack:
         for guard in ("transfer_guard_host_to_device", "transfer_guard_device_to_host"):
@@ -30,7 +32,7 @@ def values_if_known(x: object) -> np.ndarray | None:
 
 
 def values(x: object) -> np.ndarray | None:
-    """Return `values_if_known`, but wait for values that are still being computed."""
+    """Return the same as `values_if_known`, but wait for values that are still being computed."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x)

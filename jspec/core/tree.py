@@ -24,7 +24,7 @@ class Branches:
     """The tree structure of one pass over S tokens that are not a simple sequence.
 
     The tokens belong to a tree whose node 0 is at a row's position ``start``. A pass may process only part of the tree:
-    its last S nodes so far. Slots are filled in node order, while positions follow the depth. A token attends to
+    the last S of the nodes so far. Slots are filled in node order, while positions follow the depth. A token attends to
     everything before ``start`` and to the tokens before it on its own branch.
 
     Attributes:
@@ -105,7 +105,7 @@ class Tree:
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> "Tree":
-        """Return a tree whose nodes at depth d have ``children[d]`` children each; (3, 2, 1) has 3 + 6 + 6 nodes."""
+        """Return a tree whose nodes at depth d have ``children[d]`` children each; (3, 2, 1) makes 3 + 6 + 6 nodes."""
         if not isinstance(children, Sequence):
             raise ValueError(
                 f"children must be a sequence of ints, one per level, such as (3, 2, 1); got {children!r}."
@@ -136,7 +136,7 @@ class Tree:
 
     @functools.cached_property
     def ancestors(self) -> np.ndarray:
-        """The ancestors of every node, itself included: row n of ``bool[N + 1, N + 1]`` is what node n sees."""
+        """The ancestors of every node, itself included: row n of ``bool[N + 1, N + 1]`` marks those of node n."""
         above = np.eye(self.size + 1, dtype=bool)
         for node, parent in enumerate(self.parents, 1):
             above[node] |= above[parent]
@@ -216,10 +216,10 @@ class Tree:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["size", "max_depth"])
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
-    """One tree per row, known only at drafting time. All trees have the same size, so the program does not recompile.
+    """One tree per row, known only at drafting time. All trees have the same size, so the program is not recompiled.
 
     Attributes:
-        parents: ``int32[B, N]``, as in `Tree`; None if only the size matters.
+        parents: ``int32[B, N]``, same as in `Tree`; None if only the size matters.
         size: N.
         max_depth: the maximum depth over all rows.
     """
@@ -228,11 +228,11 @@ class DynamicTree:
     size: int
     max_depth: int
     is_chain = False
-    max_children = max_width = 1  # with their own noise; only a rule that shares the target's noise verifies it
+    max_children = max_width = 1  # with their own noise; only rules that share the target's noise can verify this tree
 
     @property
     def ancestors(self) -> Array:
-        """The nodes that each node attends to, ``bool[B, N + 1, N + 1]``, as in `Tree`."""
+        """The nodes that each node attends to, ``bool[B, N + 1, N + 1]``, same as in `Tree`."""
         assert self.parents is not None
         own = jnp.eye(self.size + 1, dtype=bool)
         reached = jnp.broadcast_to(own, (len(self.parents), *own.shape))
@@ -243,7 +243,7 @@ class DynamicTree:
 
     @property
     def offsets(self) -> Array:
-        """The depth of every node, ``int32[B, N + 1]``, as in `Tree`."""
+        """The depth of every node, ``int32[B, N + 1]``, same as in `Tree`."""
         return self.ancestors.sum(-1, dtype=jnp.int32) - 1
 
     @property
@@ -257,7 +257,7 @@ class Level:
     """The draft tokens at one depth, which a drafter processes in one pass to draft the tokens after them.
 
     Attributes:
-        depth: 1 for tokens that follow the last committed token. Traced in a chain, whose levels are a loop.
+        depth: 1 for tokens that follow the last committed token. It is traced in a chain, whose levels run in a loop.
         parents: ``int[S]`` or ``int[B, S]``, each token's parent as an index into the previous level; None in a chain,
             whose levels have one token each.
         branches: the tree structure of these tokens and the earlier ones; None in a chain.

@@ -109,7 +109,7 @@ class Draft:
     """
 
     tokens: Array
-    probs: Any  # an array, or None: each rule declares which it reads
+    probs: Any  # an array, or None: each rule declares which of the two it needs
     tree: Tree | DynamicTree | None = None
     valid: Array | None = None
 
@@ -240,10 +240,10 @@ class Output:
         raw_logprobs: ``float32[B, N]``, the log-softmax of the target's logits at each token, before any transform; 0
             after the end.
         origins: ``int8[B, N]``: 0 padding, 1 accepted draft token, 2 correction of a rejected draft token, 3 bonus
-            after a fully accepted draft (or any token of plain decoding, whose drafts are empty), 4 no draft, if one
-            was requested but the drafter had none.
+            after a fully accepted draft (or any token of plain decoding, whose drafts are empty), 4 no draft (one
+            was requested, but the drafter had none).
         stats: per-request statistics. See `Stats`.
-        record: all draft tokens if ``record=True`` was given, else None.
+        record: all draft tokens if ``record=True`` was passed, else None.
     """
 
     tokens: Array
@@ -257,7 +257,7 @@ class Output:
     def show(self, tokenizer: Tokenizer, row: int = 0) -> None:
         """Print one request's rounds, with each token coloured by its origin. In a notebook, the output is HTML.
 
-        If ``record=True`` was given, the rejected draft tokens are also shown, as in Figure 1 of Leviathan et al. 2023.
+        If ``record=True`` was passed, rejected draft tokens are also shown, as in Figure 1 of Leviathan et al. 2023.
 
         Args:
             tokenizer: a transformers tokenizer.

@@ -13,8 +13,8 @@ from jspec.models.kv_cache import whole_tiles
 _FLOAT32 = 4
 # Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
-# layer keeps the scores ``[B, H, P, P]`` twice, in float32 and in the dtype of the weights, or otherwise the MLP's
-# gate, up and product, ``[B, P, 3 F]``.
+# layer keeps the larger of two sets of arrays: the scores ``[B, H, P, P]``, both in float32 and in the dtype of the
+# weights, or the MLP's gate, up and product, ``[B, P, 3 F]``.
 PROB_ARRAYS, MLP_ROWS = 3, 3
 
 

@@ -1,7 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""The `plan` function, which predicts a pair's memory use, speed and best draft length before it is downloaded.
+"""The `plan` function, which predicts a pair's memory use, speed and best draft length before the pair is downloaded.
 
-It computes predictions from configurations and published specifications. Nothing is measured or run on a device.
+The predictions are computed from configurations and published specifications. Nothing is measured or run on a device.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Drafting:
     """The predicted performance of decoding with one draft.
 
     Attributes:
-        num_draft_tokens: K, which is the fastest unless one was given; 0 if drafting does not pay off.
+        num_draft_tokens: the requested K, or else the fastest K; 0 if drafting does not pay off.
         speedup: the speed with that K, relative to plain decoding.
         best: the fastest K; 0 if drafting does not pay off.
         round_seconds, expected_tokens, speedups: the duration of a round in seconds, the number of tokens per row in a
@@ -98,8 +98,8 @@ def plan(
     """Predict from configurations alone what fits on a device, how fast it decodes, and how many tokens to draft.
 
     A pass takes the longer of its memory time and its compute time, plus its kernel launches. Memory time is its bytes
-    (weights and the whole cache) over the bandwidth. Compute time is its products over the peak rate; attention
-    products are left out.
+    (weights and the whole cache) over the bandwidth. Compute time is its matrix products over the peak rate,
+    excluding attention products.
 
     A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
     rows. It yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
@@ -108,20 +108,20 @@ def plan(
     than the times. Use `jspec.tune` to measure.
 
     Args:
-        target, draft: configurations (`convert.read_config`), models, or model sources, as for `load`. Only a source's
+        target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
             configuration is read or downloaded. A model counts as int8 if it is quantised.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
-            Weights and cache have its dtype.
+            Weights and cache have the device's dtype.
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
         num_draft_tokens: K, in 1..16. The default is the fastest K.
-        quantize: "int8" for a draft in int8.
+        quantize: "int8" if the draft is to be quantised to int8.
 
     Raises:
-        ValueError: an argument is out of range, the vocabularies differ, the models have fewer positions, or no device
-            with that name is known or present.
+        ValueError: an argument is out of range, the vocabularies differ, the models have too few positions, or no
+            device with that name is known or present.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """

@@ -25,8 +25,8 @@ def kernels_a_layer(model: Weights, dtype: str) -> int:
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
     """Return the duration of a pass of `model` over ``batch x rows`` tokens, in seconds.
 
-    It is the longer of the memory time and the compute time, plus the time of the kernel launches. The pass reads all
-    `slots` of the cache. Attention products are left out.
+    The duration is the longer of the memory time and the compute time, plus the time of the kernel launches.
+    The pass reads all `slots` of the cache. Attention products are left out.
     """
     moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.read_bandwidth
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
@@ -36,7 +36,7 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The work of a device: decoding a batch of sequences of equal length.
+    """A device's workload: decoding a batch of sequences of equal length.
 
     Attributes:
         batch: the number of sequences decoded at once.

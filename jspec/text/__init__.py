@@ -37,8 +37,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> TokenizerFile:
     """Return the tokenizer of a checkpoint.
 
     Args:
-        source: a folder, a GGUF file, a name or a Hub id. A folder's tokenizer.json is used without changes. A GGUF
-            file contains its own tokenizer and chat template.
+        source: a folder, a GGUF file, a model name or a Hugging Face repo id. A folder's tokenizer.json is used without
+            changes. A GGUF file contains its own tokenizer and chat template.
 
     Raises:
         convert.CheckpointError: the source is not a checkpoint, or its tokenizer files are missing or unreadable.
@@ -71,7 +71,7 @@ def _without_tokenizer_json(directory: Path) -> TokenizerFile:
             return tokenizer_file.from_sentencepiece(directory)
         except convert.CheckpointError as error:
             _check_packages(str(error).rstrip("."))
-    # It has all methods of TokenizerFile.
+    # The tokenizer from transformers has all methods of TokenizerFile.
     return tokenizer_file.transformers().AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
@@ -119,7 +119,7 @@ def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
 
     Returns:
         ``int32[N]``, with an EOS after every file if the tokenizer has one, and V. If `source` has a config.json, V is
-        the vocabulary size given there, because a model's vocabulary may be larger than its tokenizer's.
+        the vocabulary size in that file, because a model's vocabulary may be larger than its tokenizer's.
 
     Raises:
         ValueError: a file is not UTF-8, or all files are empty.
@@ -127,7 +127,7 @@ def corpus(source: str, files: Sequence[Path]) -> tuple[np.ndarray, int]:
     tokenizer, place = load_tokenizer(source), convert.resolve(source)
     rows = tokenizer([_read(file) for file in files], add_special_tokens=False, verbose=False)["input_ids"]
     if not any(rows):
-        raise ValueError("The files contain no text; give at least one that does.")
+        raise ValueError("The files contain no text; add a file that contains some.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     described = place.is_file() or (place / "config.json").exists()
     vocab_size = convert.read_config(place).vocab_size if described else len(tokenizer)
@@ -138,7 +138,9 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text (byte {error.start}); convert it, or leave it out.") from error
+        raise ValueError(
+            f"{file} is not UTF-8 text (byte {error.start}); convert the file, or leave it out."
+        ) from error
 
 
 def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
@@ -147,7 +149,9 @@ def repeated(prompts: Sequence[str], count: int | None) -> list[str]:
 
 
 def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
-    """Return typed keys ``[batch]``, starting at request `first`. Each depends only on the seed and the request number.
+    """Return typed keys ``[batch]``, starting at request `first`.
+
+    Each key depends only on the seed and the request number.
 
     Raises:
         ValueError: the seed is not an unsigned 32-bit int.
@@ -156,7 +160,7 @@ def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
 
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
-    # Always use this implementation, whatever JAX's default is, so that the same seed gives the same text.
+    # Always use this implementation, whatever JAX's default is, so that the same seed produces the same text.
     return jax.vmap(jax.random.fold_in, (None, 0))(
         jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
     )

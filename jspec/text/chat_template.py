@@ -23,7 +23,9 @@ _LONGEST_REASON = 300  # characters to keep of a template's error, which may quo
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Prompts in the form that `jspec.generate` accepts. There are few widths, so new prompts seldom recompile.
+    """Prompts in the form that `jspec.generate` accepts.
+
+    There are few widths, so new prompts rarely cause recompilation.
 
     Attributes:
         tokens: ``int32[B, P]``, padded on the right. P is a power of two.
@@ -65,12 +67,12 @@ def encode(
 
     Raises:
         ValueError: a prompt is invalid or has no tokens; a conversation is malformed, has no template, or its template
-            fails; or `template` is malformed, or is given although no prompt is a conversation. The error names the
+            fails; or `template` is malformed, or is passed although no prompt is a conversation. The error names the
             prompt, counted from 1, and the conversation's message, counted from 0.
     """
     variables = check_variables("template", template)
     if variables and not any(map(is_conversation, prompts)):
-        raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave it out.")
+        raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave template out.")
     several = len(prompts) > 1
     places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
     rows = [
@@ -78,7 +80,7 @@ def encode(
         for prompt, place in zip(prompts, places, strict=True)
     ]
     if not rows:
-        raise ValueError("There are no prompts; give at least one.")
+        raise ValueError("There are no prompts; pass at least one prompt.")
     tokens = np.zeros((len(rows), _bucket(max(map(len, rows)), _LEAST_WIDTH)), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -109,10 +111,10 @@ def check_conversation(messages: Sequence[Message], place: str) -> None:
         ValueError: the conversation is rejected. The error names the message.
     """
     if not messages:
-        raise ValueError(f"{place} has no messages; give at least one message to answer.")
+        raise ValueError(f"{place} has no messages; pass at least one message to answer.")
     check_messages(messages, place)
     if messages[-1]["role"] == "assistant":
-        raise ValueError(f"{place} ends with an assistant message; end with a message to answer.")
+        raise ValueError(f"{place} ends with an assistant message; add a message to answer.")
 
 
 def check_messages(messages: Sequence[object], place: str) -> None:
@@ -141,14 +143,14 @@ def _ids(tokenizer: Tokenizer, prompt: Prompt, place: str, variables: Mapping[st
         ids = [operator.index(i) for i in cast("Sequence[int]", prompt)]
         if far := [i for i in ids if not 0 <= i < 2**31]:
             raise ValueError(
-                f"{place} has the id {far[0]}, outside any vocabulary; give ids from the model's tokenizer."
+                f"{place} has the id {far[0]}, outside any vocabulary; use ids from the model's tokenizer."
             )
     else:
         raise ValueError(
             f"{place} is {reprlib.repr(prompt)}; expected text, a list of token ids or a list of messages."
         )
     if not ids:
-        raise ValueError(f"{place} is empty, and the tokenizer adds no start token; give it some text.")
+        raise ValueError(f"{place} is empty, and the tokenizer adds no start token; add some text.")
     return ids
 
 
@@ -187,7 +189,7 @@ def rendered(
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"{place} is a conversation, but the tokenizer has no chat template; use a chat model, or give plain text."
+            f"{place} is a conversation, but the tokenizer has no chat template; use a chat model, or pass plain text."
         )
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(variables or {})}
     try:

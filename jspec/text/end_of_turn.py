@@ -1,6 +1,6 @@
 """The token that a chat template puts after an assistant's message.
 
-A chat model ends its answers with this token, whether or not its files call it an EOS.
+A chat model ends its answers with this token, whether or not its files declare the token as EOS.
 """
 
 import functools

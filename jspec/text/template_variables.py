@@ -13,7 +13,7 @@ _RESERVED = {
 
 
 def check_variables(name: str, variables: object, reserved: tuple[str, ...] = ()) -> dict[str, object]:
-    """Validate `variables` and return them as a dict. None gives an empty dict.
+    """Validate `variables` and return them as a dict. Return an empty dict for None.
 
     Names that the template does not use are accepted, because a template may look up variables in any way.
 

@@ -26,7 +26,10 @@ _NO_TOKENS = frozenset({"unk_token"})  # stands for text that has no token, so d
 
 
 def transformers() -> ModuleType:
-    """Import transformers without its notice that PyTorch is missing, which jspec does not need. This takes seconds."""
+    """Import transformers, which takes seconds.
+
+    Suppress its notice that PyTorch is missing, because jspec does not need PyTorch.
+    """
     if "transformers" in sys.modules or _ADVICE in os.environ:
         return importlib.import_module("transformers")
     os.environ[_ADVICE] = "1"
@@ -154,7 +157,7 @@ def from_sentencepiece(directory: Path) -> TokenizerFile:
     tokenizer_config.json says otherwise.
 
     Raises:
-        convert.CheckpointError: it is not a BPE model, or it changes text before splitting it.
+        convert.CheckpointError: the model is not a BPE model, or it changes text before splitting it.
     """
     config = tokenizer_config.read(directory)
     add = {name: config.adds.get(name, name == "bos") for name in ("bos", "eos")}

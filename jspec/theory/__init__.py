@@ -1,9 +1,9 @@
 """Closed-form predictions of the gain from speculative decoding, in NumPy float64.
 
-Every function maps acceptance rates and cost ratios to a number that can be compared with a measurement. None of
-them runs a model. As in both papers, `p` is the target's distribution and `q` the draft's. `k` is the number of draft
-tokens per round (gamma in Leviathan et al., T in Stratos). Arguments broadcast against one another, and scalar
-arguments give a scalar result. Every invalid value raises ValueError.
+Every function maps acceptance rates and cost ratios to a number that can be compared with a measurement. No
+function runs a model. As in both papers, `p` is the target's distribution and `q` the draft's. `k` is the number of
+draft tokens per round (gamma in Leviathan et al., T in Stratos). Arguments broadcast against one another, and scalar
+arguments produce a scalar result. Every invalid value raises ValueError.
 
 References:
     Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding", 2023, sections 3.1

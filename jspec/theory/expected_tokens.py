@@ -78,11 +78,11 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
     """Return the mean number of tokens per round, given the acceptance rate at each position.
 
     The result is `1 + a_1 + a_1 a_2 + ... + a_1 ... a_K`, where `a_i` is the probability that draft token i is
-    accepted, given that draft tokens 1 .. i-1 were. Each product is the probability that draft token i is emitted, so
-    the sum is also exact if positions depend on one another. Leviathan et al., equation 1, and Stratos, section 1.1.1,
-    assume i.i.d. positions. If all `a_i` equal alpha, the result is `expected_tokens(alpha, K)`. The measured rates are
-    `a_1 = accepted_at[0] / rounds` and `a_i = accepted_at[i - 1] / accepted_at[i - 2]`. Here arrays are indexed from 0
-    and positions from 1.
+    accepted, given that draft tokens 1 .. i-1 were accepted. Each product is the probability that draft token i is
+    emitted, so the sum is also exact if positions depend on one another. Leviathan et al., equation 1, and Stratos,
+    section 1.1.1, assume i.i.d. positions. If all `a_i` equal alpha, the result is `expected_tokens(alpha, K)`. The
+    measured rates are `a_1 = accepted_at[0] / rounds` and `a_i = accepted_at[i - 1] / accepted_at[i - 2]`. Here arrays
+    are indexed from 0 and positions from 1.
 
     Args:
         rates: `[..., K]` conditional acceptance rates in [0, 1].
@@ -103,8 +103,8 @@ def expected_tokens_from_rates(rates: ArrayLike) -> Floats:
 def speedup(alpha: ArrayLike, k: ArrayLike, c: ArrayLike) -> Floats:
     """Return the wall-time improvement: `expected_tokens(alpha, k) / (k c + 1)` (Leviathan et al., theorem 3.8).
 
-    This is the speedup relative to plain decoding, which emits one token per target step. It assumes that a target pass
-    over k + 1 positions takes as long as a pass over a single position.
+    This is the speedup relative to plain decoding, which emits one token per target step. The formula assumes that a
+    target pass over k + 1 positions takes as long as a pass over a single position.
 
     Args:
         alpha: `[...]` acceptance rates in [0, 1].
@@ -219,7 +219,7 @@ def _distribution(name: str, value: ArrayLike) -> NDArray[np.float64]:
 
 
 def _rate(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    """Return `value` as float64, or raise ValueError unless it is in [0, 1]. NaN fails the comparison."""
+    """Return `value` as float64, or raise ValueError unless it is in [0, 1]. NaN is also rejected."""
     rate = np.asarray(value, dtype=np.float64)
     valid = (rate >= 0) & (rate <= 1)
     if not valid.all():
@@ -253,7 +253,7 @@ def _count(name: str, value: ArrayLike) -> NDArray[np.int64]:
 
 
 def _broadcast(**named: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Broadcast the arrays to a common shape, or raise an error that gives each argument's name and shape."""
+    """Broadcast the arrays to a common shape, or raise an error that names each argument and its shape."""
     try:
         return np.broadcast_arrays(*named.values())
     except ValueError:

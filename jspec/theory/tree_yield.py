@@ -19,7 +19,7 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
 
     Args:
         tree: a tree whose nodes have at most R children.
-        acceptance_by_rank: `[R]`, the probability that the child of each rank is the accepted one, in order.
+        acceptance_by_rank: `[R]`, the probability that the child of each rank is the accepted child, by rank.
 
     Raises:
         ValueError: `tree` is not a `Tree`, or the rates are invalid or too few.
@@ -30,7 +30,7 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
     if tree.max_children > rates.size:
         raise ValueError(
             f"A node of the tree has {tree.max_children} children, but acceptance_by_rank has only {rates.size} "
-            "rates; give one for each child."
+            "rates; pass one rate for each child."
         )
     worth = np.ones(tree.size + 1)
     for node, parent in enumerate(tree.parents, 1):
@@ -44,12 +44,12 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
     This uses the dynamic program of Chen et al. 2024, "Sequoia", section 3.1, in time O(R n^2 max_depth) for R ranks.
 
     Args:
-        acceptance_by_rank: `[R]`, as for `tree_yield`. No node gets more than R children.
+        acceptance_by_rank: `[R]`, same as in `tree_yield`. No node gets more than R children.
         num_nodes: n, at least 1.
         max_depth: at least 1.
 
     Returns:
-        A tree that is numbered by depth. It has fewer nodes if no more fit, or if more would not increase the yield.
+        A tree that is numbered by depth. The tree has fewer nodes if no more fit, or if more would not raise the yield.
 
     Raises:
         ValueError: `num_nodes` or `max_depth` is not an int of at least 1, or the rates are invalid.

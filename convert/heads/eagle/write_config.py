@@ -121,7 +121,7 @@ def _flags(config: EagleConfig) -> Fields:
 
 
 def _layer(config: EagleConfig) -> Fields:
-    """Return the layer's fields, untied: the output head is in the files or is the target's. It is never the embedding."""
+    """Return the layer's fields, untied: the output head is in the files or is the target's, never the embedding."""
     return llama_json.fields(config.layer) | {"tie_word_embeddings": False}
 
 
