@@ -21,11 +21,11 @@ app = typer.Typer(
 app.command(epilog=generate.EPILOG, short_help="Continue prompts.")(generate.generate)
 app.command(short_help="Talk with a model.")(chat.chat)
 app.command(epilog=serve.EPILOG, short_help="Serve a model to clients of OpenAI's API.")(serve.serve)
-app.command(short_help="Measure how far to draft on this device.")(tune.tune)
+app.command(short_help="Measure how many tokens to draft on this device.")(tune.tune)
 app.command(short_help="Train a drafter for a target.")(train.train)
-app.command(short_help="Predict memory and speed on a device, even without having it.")(plan.plan)
+app.command(short_help="Predict memory and speed on a device, even one that you do not have.")(plan.plan)
 app.command(short_help="Build a datastore of text to draft from.")(index.index)
-app.command(short_help="List the models that have a short name.")(models.models)
+app.command(short_help="List the models that have short names.")(models.models)
 app.command(short_help="Convert checkpoints from Hugging Face to Orbax and back.")(convert)
 
 

@@ -40,7 +40,8 @@ def chat(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="Path, name or hub id [default: smollm2 if it is on this machine, else the bundled one].",
+            help="Path, model name or Hugging Face repo id [default: smollm2 if it is on this machine, else the "
+            "bundled target].",
         ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,
@@ -57,7 +58,7 @@ def chat(
     repetition_penalty: o.RepetitionPenalty = None,
     seed: o.Seed = 0,
     max_new_tokens: Annotated[
-        int, option("--max-new-tokens -n", "N", "Limit for each answer.", min=1, max=2**31 - 1)
+        int, option("--max-new-tokens -n", "N", "Maximum number of new tokens per answer.", min=1, max=2**31 - 1)
     ] = 512,
     num_draft_tokens: Annotated[
         Any,
@@ -66,7 +67,7 @@ def chat(
             "N",
             "Draft tokens per round; auto: as many as pay off.",
             parser=o.length,
-            show_default="4; after lookup, auto",
+            show_default="4; auto with lookup+SRC",
         ),
     ] = None,
     max_length: Annotated[
@@ -81,7 +82,7 @@ def chat(
     Ctrl-C stops an answer. Between answers it ends the conversation, as Ctrl-D does.
 
     Answers go to standard output. On a terminal, colours show each token's origin. Statistics go to standard
-    error. With the same --seed, the same messages get the same answers, with any draft.
+    error. With the same --seed, the same messages get the same answers, whatever the draft is.
     """
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
@@ -97,9 +98,9 @@ def chat(
         draft_length: _LengthOf = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
         engine, tokenizer = engine_of(where, set_status, dtype, quantize, draft_length, max_length, slots=1)
         if tokenizer.chat_template is None and system is not None:
-            raise UsageError("--system needs a chat template, and this model has none; leave it out.")
+            raise UsageError("--system needs a chat template, but this model has none; leave out --system.")
         if tokenizer.chat_template is None and variables:
-            raise UsageError("--template needs a chat template, and this model has none; leave it out.")
+            raise UsageError("--template needs a chat template, but this model has none; leave out --template.")
         compile_all(engine, set_status)
     sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
     with lines.whole_lines():
@@ -124,7 +125,7 @@ def _target(target: str | None) -> str | None:
 class Conversation:
     """The messages so far, and the engine that has prefilled them and continues from there.
 
-    Without a chat template, the conversation is one text, and every message is its next line.
+    Without a chat template, the conversation is a single text, and each message is its next line.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Conversation:
         if room <= 0:
             raise UsageError(
                 f"The conversation has {len(task.ids)} tokens, which leaves no room for an answer in {longest}; "
-                "shorten the message, start a new conversation, or give a larger --max-length."
+                "shorten the message, start a new conversation, or set a larger --max-length."
             )
         (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
         request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))

@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 
 def option(names: str, metavar: str | None, text: str, **checks: Any) -> object:
-    """Return an option in the style of all commands. The `names` are separated by spaces."""
+    """Return an option in the style that all commands share. Spaces separate the `names`."""
     return typer.Option(*names.split(), metavar=metavar, help=text, **checks)
 
 
@@ -34,10 +34,10 @@ def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
 
     Args:
         may_be_empty: whether empty text is valid, as it is with a tokenizer that adds BOS. The bundled pair's
-            tokenizer does not add it.
+            tokenizer adds none.
     """
     if not text and not may_be_empty:
-        raise UsageError(f"{place} is empty; give it some text.")
+        raise UsageError(f"{place} is empty; add some text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -45,7 +45,7 @@ def check_text(text: str, place: str, may_be_empty: bool = True) -> None:
 
 
 def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> None:
-    """Call `check_text` on each text. If there are several, errors give the text's number."""
+    """Call `check_text` on each text. If there are several, errors include the text's number."""
     for number, text in enumerate(texts, 1):
         check_text(text, f"{place} {number}" if len(texts) > 1 else place, may_be_empty)
 
@@ -77,9 +77,9 @@ def template_variables(assignments: Sequence[str]) -> dict[str, object]:
     for assignment in assignments:
         name, is_assignment, value = assignment.partition("=")
         if not is_assignment:
-            raise UsageError(f"--template {assignment!r} has no value; give NAME=VALUE.")
+            raise UsageError(f"--template {assignment!r} has no value; write NAME=VALUE.")
         if name in variables:
-            raise UsageError(f"--template sets {name!r} twice; leave one of them out.")
+            raise UsageError(f"--template sets {name!r} twice; leave out one of the two.")
         variables[name] = _json_or_text(value)
     with wrong_options():
         return check_variables("--template", variables)
@@ -99,7 +99,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @contextmanager
 def wrong_options() -> Generator[None]:
-    """Convert a ValueError in the block, which is about the user's input, into a UsageError."""
+    """Convert a ValueError about the user's input, raised in the block, into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -152,10 +152,10 @@ def timed(times: dict[str, float], name: str) -> Generator[None]:
 def prepare_environment() -> None:
     """Cache compiled programs in a folder of bounded size, and silence an XLA log message.
 
-    Call this function before anything is compiled. If `JAX_COMPILATION_CACHE_DIR` names a folder, that folder's
+    Call this function before anything is compiled. If `JAX_COMPILATION_CACHE_DIR` is set, JAX's cache
     settings do not change.
     """
-    # For every cached program, XLA logs the tuning hints that it stored there itself as errors
+    # For every cached program, XLA reports its own stored tuning hints as errors in the log
     # ("+prefer-no-gather is not supported on the host machine", openxla/xla issue 44565). Real errors are raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:

@@ -1,4 +1,4 @@
-"""The engine for a command, built from its options."""
+"""Build a command's engine from its options."""
 
 import sys
 from collections.abc import Callable, Generator
@@ -51,7 +51,7 @@ def compile_all(engine: "Engine", set_status: Callable[[str], None]) -> None:
     """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
     set_status("Compiling (cached for the next run)")
     if sys.stderr and not sys.stderr.isatty():
-        typer.echo("Compiling: takes minutes the first time, and seconds from the cache later", err=True)
+        typer.echo("Compiling: this takes minutes the first time, and seconds once the programs are cached", err=True)
     engine.device.compile()
 
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from jspec.text.chat_template import Prompt
 
 EPILOG = """\b
-With --json, each prompt gives one line, an object with these fields:
-  prompt, text      the prompt as given, text or messages; the generated text
+With --json, each prompt produces one line, an object with these fields:
+  prompt, text      the prompt as passed, text or messages; the generated text
   tokens, logprobs  one entry for each new token; natural log of its probability
                     under the distribution it was sampled from
   origins           for each token "accepted", "corrected", "bonus" (always so
                     with --plain) or "no draft" (there was nothing to verify)
   finish_reason     "eos", "stop" or "length"
-  num_draft_tokens  maximum drafted per round; with auto, the number it chose;
+  num_draft_tokens  maximum drafted per round; with auto, the chosen number;
                     0 is plain decoding
   stats             counts of everything decoded, even after a --stop: tokens,
                     rounds, drafted, judged, accepted, accepted_at (by position in
@@ -134,7 +134,7 @@ def _check(top_p: float | None, show: bool, as_json: bool) -> None:
     if top_p == 0:
         raise UsageError("--top-p must be above 0; 1 is off.")
     if show and as_json:
-        raise UsageError("--show and --json select different output formats; leave out one of them.")
+        raise UsageError("--show and --json select different output formats; leave out one of the two.")
 
 
 def _variables(template: list[str] | None, inputs: "list[Prompt]") -> dict[str, object]:
@@ -167,7 +167,7 @@ def _drafting(
         if not where.can_branch:
             raise UsageError(
                 f"--tree needs a draft that can branch: a model, a head, a datastore or exit:N; {where.name} cannot."
-                + (" Leave out lookup+, or give --draft head." if where.looks_up else "")
+                + (" Leave out lookup+, or use --draft head." if where.looks_up else "")
             )
     return options
 

@@ -14,18 +14,23 @@ def index(
     output: Annotated[Path, option("--output", "STORE", "Datastore to write; its name must end in .safetensors.")],
     tokenizer: Annotated[
         str | None,
-        option("--tokenizer", "SRC", "Directory or hub id of the target's tokenizer [default: the bundled one]."),
+        option(
+            "--tokenizer",
+            "SRC",
+            "Directory or Hugging Face repo id of the target's tokenizer [default: the bundled tokenizer].",
+        ),
     ] = None,
     max_ngram: Annotated[int, option("--max-ngram", "N", "Longest n-gram to compare, in tokens.", min=2)] = 8,
 ) -> None:
-    """Build one datastore from all FILEs, for --draft, which drafts what followed the same tokens in a FILE.
+    """Build one datastore from all FILEs, for use with --draft.
 
-    The more the FILEs resemble the text that will be generated, the better the drafts.
+    The drafts are the tokens that followed the same tokens in a FILE. The more the FILEs resemble the text that
+    will be generated, the better the drafts.
     """
     if output.suffix != STORE:
         raise UsageError(f"--output must end in {STORE}, because --draft recognises datastores by that suffix.")
     if not output.parent.is_dir():
-        raise FileNotFoundError(f"{output.parent} is not a folder; create it first, or give another --output.")
+        raise FileNotFoundError(f"{output.parent} is not a folder; create it first, or choose another --output.")
     times: dict[str, float] = {}
     with status_line() as set_status:
         from jspec import RetrievalDrafter, text

@@ -1,5 +1,5 @@
 # pyright: reportUnusedImport=false
-"""Lines of any length, typed by a user."""
+"""Input of lines of any length from a terminal."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ def read(prompt: str) -> str:
     """Return the next line with its newline, or an empty string at the end of the input. Show `prompt` on a terminal.
 
     Raises:
-        UsageError: the terminal has truncated the line, or may have.
+        UsageError: the terminal may have truncated the line.
         UnicodeDecodeError: the line is not UTF-8.
     """
     if _edits():
@@ -83,7 +83,10 @@ def _edits() -> bool:
 
 @contextlib.contextmanager
 def _output_on_the_terminal() -> Generator[None]:
-    """Make `input` write to standard error if standard output is not a terminal: it edits lines only on a terminal."""
+    """Make `input` write to standard error if standard output is not a terminal.
+
+    The function `input` edits lines only on a terminal.
+    """
     if os.isatty(1):
         yield
         return

@@ -41,10 +41,10 @@ class Sources:
     """The models to load.
 
     Attributes:
-        target: path, name or hub id of a model.
-        draft: path, name or hub id of a model, a trained head's directory, a datastore, "lookup", "exit:N",
-            "exit:N-I-J" or "none". `jspec tune` also accepts "exit".
-        looks_up: whether `draft` drafts only if lookup finds no draft.
+        target: a model's path, name or Hugging Face repo id.
+        draft: a model's path, name or Hugging Face repo id, a trained head's directory, a datastore, "lookup",
+            "exit:N", "exit:N-I-J" or "none". `jspec tune` also accepts "exit".
+        looks_up: whether `draft` drafts only if prompt lookup finds no draft.
         tokenizer_source: the checkpoint that provides the models' tokenizer; None for the target.
     """
 
@@ -77,7 +77,7 @@ class Sources:
         """Return the tokenizer that the target and the draft share.
 
         Raises:
-            UsageError: the tokenizer of `tokenizer_source` has more tokens than the target.
+            UsageError: the tokenizer of `tokenizer_source` has more tokens than the target's vocabulary.
         """
         from convert import loading
         from jspec import text
@@ -111,7 +111,7 @@ class Sources:
         known = convert.read_config(convert.resolve(self.target)).vocab_size
         if size > known:
             raise UsageError(
-                f"--tokenizer {self.tokenizer_source} has {size} tokens, but the target has only {known}; give the "
+                f"--tokenizer {self.tokenizer_source} has {size} tokens, but the target has only {known}; use the "
                 "tokenizer of the same model."
             )
 
@@ -133,7 +133,7 @@ def without_model(draft: str) -> "Drafting | None":
 
 
 def check_exit(draft: str, layers: int) -> None:
-    """Raise UsageError if "exit:N" leaves out none of the target's `layers` layers, or asks for more than those."""
+    """Raise UsageError if "exit:N" skips none of the target's `layers` layers, or needs more layers than that."""
     wanted, skipped = _exit(draft)
     if wanted > layers or (wanted == layers and not skipped):
         raise UsageError(f"--draft {draft} leaves out none of the target's {layers} layers; choose an earlier exit.")
@@ -143,7 +143,8 @@ def _exit(draft: str) -> tuple[int, tuple[int, ...]]:
     """Return ``(5, (1, 3))`` for "exit:5-1-3": the first 5 layers without layers 1 and 3, counted from 0.
 
     Raises:
-        UsageError: `draft` is not an exit, or it skips a layer twice, a layer that is not before the exit, or all.
+        UsageError: `draft` is not an exit, or it skips a layer twice, skips a layer that is not before the exit, or
+            keeps no layer.
     """
     found = _EXIT.fullmatch(draft)
     if not found:
@@ -174,8 +175,8 @@ def sources(
 ) -> Sources:
     """Return the models selected by the options.
 
-    The default is the bundled pair. If only a target is given, the draft is lookup. If the target has a trained head,
-    that head drafts whenever lookup finds no draft.
+    The default is the bundled pair. If only a target is named, the draft is prompt lookup. If the target has a
+    trained head, that head drafts whenever prompt lookup finds no draft.
 
     Args:
         tokenizer_source: the checkpoint that provides the models' tokenizer.
@@ -194,13 +195,13 @@ def sources(
     draft = draft.removeprefix(BESIDE)
     if looks_up and (draft in ("", NONE, LOOKUP, EXIT) or head_kind(draft) in _TREES):
         raise UsageError(
-            "--draft lookup+SRC needs an SRC that drafts a chain if lookup finds no draft: a model, a trained "
+            "--draft lookup+SRC needs an SRC that drafts a chain if prompt lookup finds no draft: a model, a trained "
             f"head, a datastore or exit:N; {draft or 'nothing'} does not."
         )
-    if draft == HEAD and not Path(HEAD).exists():  # a path takes precedence, as for targets
+    if draft == HEAD and not Path(HEAD).exists():  # a path takes precedence, as it does for targets
         draft = _head(target)
     if (Path(draft) / "recipe.json").is_file() and (trained := Path(draft) / "drafter").is_dir():
-        raise UsageError(f"{draft} is the folder of a training run; give its drafter, --draft {trained}.")
+        raise UsageError(f"{draft} is the folder of a training run; use its drafter, --draft {trained}.")
     _check_found(draft, may_search)
     if is_model(draft) and not target and draft != PAIR_DRAFT and head_kind(draft) is None:
         raise UsageError(f"The draft {draft!r} is a model, which needs a target; name its target, too.")
@@ -208,7 +209,7 @@ def sources(
         _exit(draft)
     if draft == EXIT and not may_search:
         raise UsageError(
-            "--draft exit is only for jspec tune, which finds the layers; write exit:N, as jspec tune prints it."
+            "--draft exit works only with jspec tune, which finds the layers; write exit:N, as jspec tune prints it."
         )
     if draft.endswith(STORE) and not Path(draft).is_file():
         raise FileNotFoundError(f"{draft} does not exist; build a datastore with jspec index.")
@@ -242,8 +243,8 @@ def _head(target: str | None) -> str:
     folder = None if target is None else head_of(target)
     if folder is None:
         raise UsageError(
-            "--draft head needs a target whose head is bundled with jspec, such as smollm2; for others, give the "
-            "head's folder."
+            "--draft head requires a target with a bundled head, such as smollm2; for other targets, pass the path of "
+            "the head's folder."
         )
     return str(folder)
 

@@ -10,10 +10,10 @@ from jspec.bundled.head_data import head_of
 from jspec.cli.common import option
 
 
-def models(as_json: Annotated[bool, option("--json", None, "One JSON object per line, for machines.")] = False) -> None:
+def models(as_json: Annotated[bool, option("--json", None, "Print one JSON object per line.")] = False) -> None:
     """List the models that have a short name for --target, jspec.load and jspec.pretrained.
 
-    The command does not use the network. A model marked "here" was found in its package or in the hub's cache.
+    The command does not use the network. A model marked "here" was found in its package or in the Hugging Face cache.
     """
     from convert import hub_names as names
 
@@ -40,4 +40,6 @@ def _print_table(found: dict[str, Path | None]) -> None:
         table.add_row(name, model.parameters, model.licence, place)
     console = Console(highlight=False)
     console.print(table)
-    console.print("\njspec.pretrained drafts by lookup for all of them, and then by a trained head for smollm2.")
+    console.print(
+        "\njspec.pretrained uses prompt lookup for every model, and falls back to a trained head for smollm2."
+    )

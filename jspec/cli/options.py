@@ -37,7 +37,7 @@ def _tree(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) <= node for node, part in enumerate(parts)):
         raise typer.BadParameter(
-            f"{text!r} is not a tree; give the parent of each node, which must come before the node, such as "
+            f"{text!r} is not a tree; list the parent of each node, which must come before the node, such as "
             "0,0,1, where 0 is the last token of the text."
         )
     return tuple(map(int, parts))
@@ -54,9 +54,12 @@ Stop = Annotated[
     list[str] | None,
     option("--stop", "TEXT", "End the text before TEXT; decoding continues. May be repeated.", show_default=False),
 ]
-Target = Annotated[str | None, option("--target", "SRC", "Path, name or hub id [default: the bundled one].")]
+Target = Annotated[
+    str | None, option("--target", "SRC", "Path, model name or Hugging Face repo id [default: the bundled target].")
+]
 TargetArgument = Annotated[
-    str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
+    str | None,
+    typer.Argument(metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."),
 ]
 Tokenizer = Annotated[
     str | None,
@@ -71,12 +74,13 @@ Draft = Annotated[
     option(
         "--draft",
         "SRC",
-        "Smaller model with the same tokenizer; datastore; lookup, in the text; exit:N, the target's first N layers,"
-        " or exit:N-I, those without layer I; a trained head's folder; head, the one for smollm2; lookup+SRC, SRC if"
-        " lookup finds no draft; or none [default: lookup+head for smollm2, lookup for other named targets].",
+        "Smaller model with the same tokenizer; datastore; lookup (prompt lookup); exit:N (the target's first N layers)"
+        " or exit:N-I (those layers without layer I); a trained head's folder; head (the bundled head, for smollm2);"
+        " lookup+SRC (SRC if prompt lookup finds no draft); or none [default: lookup+head for smollm2, lookup for other"
+        " named targets].",
     ),
 ]
-Plain = Annotated[bool, option("--plain", None, "Decode without a draft, as --draft none.")]
+Plain = Annotated[bool, option("--plain", None, "Decode without a draft, like --draft none.")]
 _DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Annotated[
     str | None,
@@ -95,13 +99,23 @@ TopK = Annotated[
 TopP = Annotated[
     float | None,
     option(
-        "--top-p", "X", "Keep the most likely tokens of total mass X; 1 is off.", min=0, max=1, show_default=_OWN_OR_1
+        "--top-p",
+        "X",
+        "Keep the most likely tokens with a total probability of X; 1 is off.",
+        min=0,
+        max=1,
+        show_default=_OWN_OR_1,
     ),
 ]
 MinP = Annotated[
     float | None,
     option(
-        "--min-p", "X", "Drop tokens below X times the most likely; 0 is off.", min=0, max=1, show_default=_OWN_OR_0
+        "--min-p",
+        "X",
+        "Drop tokens less than X times as likely as the top token; 0 is off.",
+        min=0,
+        max=1,
+        show_default=_OWN_OR_0,
     ),
 ]
 RepetitionPenalty = Annotated[
@@ -109,7 +123,7 @@ RepetitionPenalty = Annotated[
     option(
         "--repetition-penalty",
         "X",
-        "Penalize tokens that occurred before; 1 is off.",
+        "Penalise tokens that have already occurred; 1 is off.",
         min=1e-3,
         max=1e3,
         show_default=_OWN_OR_1,
@@ -124,14 +138,16 @@ Template = Annotated[
         show_default=False,
     ),
 ]
-Seed = Annotated[int, option("--seed", "N", "Same seed, same text.", min=0, max=2**32 - 1)]
-MaxNewTokens = Annotated[int, option("--max-new-tokens -n", "N", "Limit for each prompt.", min=1, max=2**31 - 1)]
+Seed = Annotated[int, option("--seed", "N", "Random seed; the same seed produces the same text.", min=0, max=2**32 - 1)]
+MaxNewTokens = Annotated[
+    int, option("--max-new-tokens -n", "N", "Maximum number of new tokens per prompt.", min=1, max=2**31 - 1)
+]
 NumDraftTokens = Annotated[
     Any,
     option(
         "--num-draft-tokens",
         "N",
-        "Draft tokens per round (at most, with lookup or a datastore); auto: measured first, in a minute or more.",
+        "Draft tokens per round (a maximum with lookup or a datastore); auto: measure first, for a minute or more.",
         parser=length,
         show_default="4",
     ),
@@ -139,7 +155,7 @@ NumDraftTokens = Annotated[
 Tree = Annotated[
     Any,
     option(
-        "--tree", "PARENTS", "Draft a tree, given as each node's parent, such as 0,0,1; see jspec tune.", parser=_tree
+        "--tree", "PARENTS", "Draft a tree, written as each node's parent, such as 0,0,1; see jspec tune.", parser=_tree
     ),
 ]
 _RULES = ("rejection", "block", "coupled", "traversal")
@@ -148,4 +164,4 @@ Accept = Annotated[
     choice("--accept", "Acceptance rule; each keeps the target's distribution [default: rejection].", *_RULES),
 ]
 Show = Annotated[bool, option("--show", None, "Show the rounds, one per line, with the rejected draft tokens.")]
-Json = Annotated[bool, option("--json", None, "One JSON object per line, for machines.")]
+Json = Annotated[bool, option("--json", None, "Print one JSON object per line.")]

@@ -14,7 +14,10 @@ from jspec.core.devices import DEVICES
 
 def plan(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
+        str | None,
+        typer.Argument(
+            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+        ),
     ] = None,
     draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
     device: Annotated[str | None, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
@@ -22,7 +25,10 @@ def plan(
     length: Annotated[
         int | None,
         option(
-            "--length", "N", "Tokens per sequence, half of them prompt [default: 4096, or the models' limit].", min=1
+            "--length",
+            "N",
+            "Tokens per sequence, half of them in the prompt [default: 4096, or the models' limit].",
+            min=1,
         ),
     ] = None,
     acceptance: Annotated[
@@ -32,18 +38,20 @@ def plan(
         int | None, option("--num-draft-tokens", "N", "Draft tokens per round [default: the best].", min=1, max=16)
     ] = None,
     quantize: Annotated[str | None, choice("--quantize", "Quantise the weights of the draft.", "int8")] = None,
-    as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, option("--json", None, "Print one JSON object.")] = False,
 ) -> None:
-    """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how far to draft.
+    """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how many tokens to draft.
 
-    Only their configurations are read: a folder with config.json will do, and of a hub id nothing else is
-    downloaded. Nothing is measured; jspec tune does that.
+    Only their configurations are read: a folder with config.json is enough, and from a Hugging Face repo only
+    config.json is downloaded. Nothing is measured; for measurements, use jspec tune.
     """
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")
     where = sources(target, draft)
     if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
-        raise UsageError(f"DRAFT {draft} is not a model, and only models can be planned; measure it with jspec tune.")
+        raise UsageError(
+            f"DRAFT {draft} is not a model, and jspec plan supports only models; measure this draft with jspec tune."
+        )
     with status_line() as set_status:
         from rich.console import Console
 

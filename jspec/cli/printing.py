@@ -15,7 +15,7 @@ def choice_of_auto(num_draft_tokens: int) -> str:
     found = (
         f"num_draft_tokens={num_draft_tokens} is the fastest" if num_draft_tokens else "plain decoding is the fastest"
     )
-    return f"auto: {found}; measuring it is part of the compile time"
+    return f"auto: {found}; the measurement is part of the compile time"
 
 
 def print_json(completions: Sequence["Completion"], num_draft_tokens: int, times: dict[str, float]) -> None:

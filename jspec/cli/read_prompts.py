@@ -27,7 +27,7 @@ def gather(
         ValueError: the file is malformed; the message names the line.
     """
     if arguments and file:
-        raise UsageError("Prompts were given both as arguments and by --file; leave out one of them.")
+        raise UsageError("There are prompts both as arguments and in --file; leave out one of the two.")
     if system is not None and not chat:
         raise UsageError("--system applies only to conversations; add --chat.")
     if file:
@@ -46,19 +46,21 @@ def _conversation(prompt: "Prompt", system: str | None) -> "list[Message]":
         return messages
     check_text(system, "--system")
     if messages[0]["role"] == "system":
-        raise UsageError("--system was given, and a conversation in --file has its own system message; leave out one.")
+        raise UsageError(
+            "--system is set, but a conversation in --file has its own system message; leave out one of the two."
+        )
     return [{"role": "system", "content": system}, *messages]
 
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UsageError("No prompt was given; give a prompt as an argument or on standard input.")
+        raise UsageError("There is no prompt; pass a prompt as an argument or on standard input.")
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise UsageError(f"Standard input is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
     if not text:
-        raise UsageError("Standard input is empty; give a prompt there, or as an argument.")
+        raise UsageError("Standard input is empty; pass a prompt there, or as an argument.")
     check_text(text, "Standard input")
     return text
 

@@ -37,14 +37,14 @@ def as_json(done: Completion) -> dict[str, object]:
 
 
 def sentence(done: Completion, seconds: float) -> str:
-    """Return one request's statistics in one line. Its batch ran for `seconds`."""
+    """Return one request's statistics in one line. `seconds` is the run time of the request's batch."""
     stats, speed = done.stats, f"{done.stats['tokens'] / seconds:.0f} tokens/s"
     counts = f"{stats['tokens']} tokens ({done.finish_reason}) in {stats['rounds']} rounds"
     if stats["acceptance_rate"] is None:
         return f"{counts}; {speed}"
     predicted = stats["predicted_tokens_per_round"]
     theirs = "" if predicted is None else f"{predicted:.2f} predicted from "
-    measured = f"{stats['tokens_per_round']:.2f} a round"
+    measured = f"{stats['tokens_per_round']:.2f} per round"
     return f"{counts}: {measured}, {theirs}{stats['acceptance_rate']:.0%} acceptance; {speed}"
 
 
@@ -133,21 +133,24 @@ def _against(speedups: Sequence[float]) -> str:
 
 
 def training_line(evaluation: "Progress") -> str:
-    """Return one line about an evaluation on held-out text. Its tokens per round are for a chain of the full depth."""
+    """Return one line about an evaluation on held-out text.
+
+    The predicted tokens per round assume a chain of the maximum depth.
+    """
     from jspec.training.fit import predicted  # not imported for every command, because it imports optax
 
     kept, same = (" ".join(f"{rate:.3f}" for rate in rates) for rates in (evaluation.acceptance, evaluation.agreement))
     rounds = [f"{predicted(rates):.2f}" for rates in (evaluation.acceptance, evaluation.agreement)]
     return (
         f"step {evaluation.step}: loss {evaluation.loss:.4f}; "
-        f"accepted by depth {kept} ({rounds[0]} tokens a round), greedily {same} ({rounds[1]})"
+        f"accepted by depth {kept} ({rounds[0]} tokens per round), greedily {same} ({rounds[1]})"
     )
 
 
 def training_table(results: "Sequence[Result]") -> Table:
     """Return a table of a trained drafter's tokens per round and speed."""
-    titles = ("tokens drafted", "temperature", "tokens a round, foreseen", "measured", "speed")
-    caption = "foreseen: on the held-out texts themselves; measured: on the target's answers to them"
+    titles = ("tokens drafted", "temperature", "tokens/round, predicted", "measured", "speed")
+    caption = "predicted: on the held-out texts themselves; measured: on the target's answers to their prompts"
     table = Table(*titles, box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     for result in results:
         table.add_row(
@@ -204,7 +207,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def _drafts(plan: Plan) -> dict[str, Drafting]:
-    """Return the drafts to compare: the given draft and its int8 version, or only the latter if they are the same."""
+    """Return the drafts to compare: the draft as given and in int8, or only the int8 draft if both are the same."""
     return ({} if plan.int8 == plan.draft else {"draft": plan.draft}) | {"int8 draft": plan.int8}
 
 
@@ -248,7 +251,7 @@ def _no_room(plan: Plan) -> str:
         "decoding without a draft": plan.plain_fits,
     }
     fitting = [name for name, fits in options.items() if fits]
-    remedy = f"{' or '.join(fitting)} would fit" if fitting else "nor would any smaller setting of this pair"
+    remedy = f"{' or '.join(fitting)} would fit" if fitting else "no smaller setting of this pair would fit either"
     return (
         f"does not fit: {weights} GB of weights, {caches} GB of caches and {besides} GB of temporaries exceed the "
         f"{plan.device.memory / 1e9:.2f} GB of one {plan.device.title}; {remedy}"

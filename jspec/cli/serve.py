@@ -37,7 +37,7 @@ _MaxLength = Annotated[
     option(
         "--max-length",
         "N",
-        "Longest sequence in tokens, prompt included; every slot reserves room for it.",
+        "Longest sequence in tokens, prompt included; every slot reserves memory for it.",
         min=2,
         show_default="1024, or the models' limit",
     ),
@@ -45,7 +45,10 @@ _MaxLength = Annotated[
 _Hosts = Annotated[
     list[str] | None,
     option(
-        "--allow-host", "NAME", "Another host name of this server; may be repeated. * allows any.", show_default=False
+        "--allow-host",
+        "NAME",
+        "Another host name of this server; may be repeated. * allows any name.",
+        show_default=False,
     ),
 ]
 _Origins = Annotated[
@@ -53,7 +56,7 @@ _Origins = Annotated[
     option(
         "--allow-origin",
         "ORIGIN",
-        "Origin whose pages may use the server, such as https://a.org; may be repeated. * allows any.",
+        "Origin whose pages may use the server, such as https://a.org; may be repeated. * allows any origin.",
         show_default=False,
     ),
 ]
@@ -61,7 +64,10 @@ _Origins = Annotated[
 
 def serve(
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
+        str | None,
+        typer.Argument(
+            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+        ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
@@ -79,21 +85,21 @@ def serve(
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
     accept: Annotated[
-        str, o.choice("--accept", "Rule for requests without a seed.", "rejection", "block", "coupled")
+        str, o.choice("--accept", "Acceptance rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
-    slots: Annotated[int, option("--slots", "N", "Requests to run at once; others wait.", min=1)] = 8,
+    slots: Annotated[int, option("--slots", "N", "Requests to run at once; further requests wait.", min=1)] = 8,
     max_length: _MaxLength = None,
     max_waiting: Annotated[
-        int, option("--max-waiting", "N", "Requests that may wait; further ones get status 429.", min=1)
+        int, option("--max-waiting", "N", "Requests that may wait; further requests get status 429.", min=1)
     ] = 64,
     host: Annotated[
-        str, option("--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts other machines.")
+        str, option("--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
     ] = "127.0.0.1",
     port: Annotated[int, option("--port", "N", "Port to listen on; 0 chooses a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None, option("--api-key", "KEY", "Key that clients must send [default: JSPEC_API_KEY].")
     ] = None,
-    name: Annotated[str | None, option("--name", "NAME", "Model name for clients [default: TARGET].")] = None,
+    name: Annotated[str | None, option("--name", "NAME", "Model name that clients see [default: TARGET].")] = None,
     allow_host: _Hosts = None,
     allow_origin: _Origins = None,
     keep_alive: Annotated[int, option("--keep-alive", "SECONDS", "How long a connection may be idle.", min=1)] = 75,
@@ -101,7 +107,8 @@ def serve(
 ) -> None:
     """Answer clients of OpenAI's API over HTTP.
 
-    A request with a seed gets the same text as jspec.generate returns for it, regardless of other requests.
+    A request with a seed always gets the same text: the tokens that jspec.generate samples with that seed's key,
+    whatever else the server is running.
     """
     api_key = os.environ.get("JSPEC_API_KEY") if api_key is None else api_key
     _check(api_key, metrics_prefix)
@@ -155,13 +162,15 @@ def _listener(host: str, port: int) -> socket.socket:
 
     if not host.strip():
         raise UsageError(
-            "--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all addresses of this machine."
+            "--host is empty; pass an address, such as 127.0.0.1, or 0.0.0.0 for all addresses of this machine."
         )
     try:
         return bound(host, port)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not an address"
-        raise UsageError(f"cannot listen on --host {host} --port {port}: {reason}; choose another.") from error
+        raise UsageError(
+            f"cannot listen on --host {host} --port {port}: {reason}; choose another address or port."
+        ) from error
 
 
 def _run(
@@ -186,5 +195,5 @@ def _run(
         finally:
             with ends_within(_SOON):
                 server.close()
-        with ends_within(_SOON):  # the server has given up unanswered requests
+        with ends_within(_SOON):  # the server has already abandoned unanswered requests
             engine.close(cancel=True)

@@ -26,7 +26,8 @@ T = TypeVar("T")
 _Stored = Annotated[
     bool,
     typer.Option(
-        "--store/--no-store", help="Store the target's states of the text on disk, or compute them in every step."
+        "--store/--no-store",
+        help="Store the target's hidden states for the text on disk, or compute them in every step.",
     ),
 ]
 _Written = Annotated[
@@ -67,7 +68,10 @@ def train(
         Path, option("--output", "DIR", "Folder of the run; a stopped run resumes from it.", file_okay=False)
     ],
     target: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="Path, name or hub id [default: the bundled one].")
+        str | None,
+        typer.Argument(
+            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+        ),
     ] = None,
     kind: Annotated[
         str, option("--kind", "KIND", "What to train: eagle, medusa, hydra, blockwise, kangaroo, pass or model.")
@@ -86,7 +90,9 @@ def train(
         int, option("--boost", "K", "Train K draft models, each on the errors of earlier ones.", min=1)
     ] = 1,
     dtype: o.Dtype = None,
-    seed: Annotated[int, option("--seed", "N", "Seed of the weights, the order and the generated text.", min=0)] = 0,
+    seed: Annotated[
+        int, option("--seed", "N", "Seed for the initial weights, the data order and the generated text.", min=0)
+    ] = 0,
     stored: _Stored = True,
     measured: _Measured = True,
 ) -> None:
@@ -97,7 +103,7 @@ def train(
     """
     path = folder / "drafter"
     if path.exists() and not (folder / "state").exists():
-        raise UsageError(f"{path} already exists, without the run that made it; give another --output, or delete it.")
+        raise UsageError(f"{path} already exists, without the run that made it; choose another --output, or delete it.")
     where = sources(target or BUNDLED_TARGET, start or NONE)
     with status_line() as set_status:
         import jspec
@@ -131,7 +137,7 @@ def _in_bfloat16(drafter: T) -> T:
 def how_saved(drafter: object, target: str) -> dict[str, Any]:
     """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
-    An EAGLE head that was trained from another one keeps that one's layout if programs that read it can run the head.
+    An EAGLE head that was trained from another head keeps that head's layout, if readers of the layout can run it.
     The head's own output head is saved too, because other programs would use the first rows of the target's head.
 
     Raises:
@@ -207,7 +213,7 @@ def _measure(model: "Llama", drafter: "Drafter[PyTree] | AskingDrafter", folder:
         return
     *_, last = read_log(folder)
     if isinstance(drafter, MultiDrafter):
-        typer.echo("With several models, the foreseen values are for the first one only.")
+        typer.echo("With several models, the predicted values are for the first model only.")
     with status_line() as set_status:
         set_status("Measuring")
         tree = own_tree(drafter)

@@ -41,24 +41,24 @@ def tune(
     tokenizer_source: o.Tokenizer = None,
     prompts: Annotated[
         list[str] | None,
-        option("--prompt", "TEXT", "Text to continue; may be repeated [default: some Python].", show_default=False),
+        option("--prompt", "TEXT", "Text to continue; may be repeated [default: Python code].", show_default=False),
     ] = None,
     batch: Annotated[
         int | None,
-        option("--batch", "N", "Number of sequences; prompts repeat to fill it [default: one for each prompt].", min=1),
+        option("--batch", "N", "Number of sequences; prompts repeat to fill it [default: one per prompt].", min=1),
     ] = None,
     temperature: Annotated[float, option("--temperature", "X", "0 is greedy.", min=0)] = 1.0,
     max_new_tokens: _NewTokens = 128,
-    max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "Most draft tokens to consider.", min=1)] = 8,
+    max_draft_tokens: Annotated[int, option("--max-draft-tokens", "N", "Longest draft to consider.", min=1)] = 8,
     max_nodes: Annotated[
         int, option("--max-nodes", "N", "Nodes of the largest tree to consider; 0 for chains only.", min=0)
     ] = 16,
-    as_json: Annotated[bool, option("--json", None, "One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, option("--json", None, "Print one JSON object.")] = False,
 ) -> None:
-    """Measure on this device how many tokens or which tree DRAFT should draft per round for TARGET, if any.
+    """Measure on this device how many tokens DRAFT should draft per round for TARGET, or which tree, if any.
 
-    With exit for DRAFT, find first which of TARGET's own layers should draft. The answer exit:N means its first N
-    layers, and exit:N-I-J means those without layers I and J, counted from 0.
+    With exit as DRAFT, first find the layers of TARGET that should draft. The answer exit:N means TARGET's first N
+    layers, and exit:N-I-J means these layers without layers I and J, counted from 0.
 
     The answer holds for this device, batch size and kind of text.
     """

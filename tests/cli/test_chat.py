@@ -17,7 +17,7 @@ from jspec.text import request_keys
 from support import text_pair
 from support.templates import TEMPLATE
 
-WAITS = "Compiling: takes minutes the first time, and seconds from the cache later\n"
+WAITS = "Compiling: this takes minutes the first time, and seconds once the programs are cached\n"
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LISTENS = """
 import os, signal, time
@@ -121,7 +121,7 @@ def test_the_command(run, sources, tmp_path):
     ("arguments", "stdin", "message"),
     [
         (("--top-p", 0), b"", "--top-p must be above 0"),
-        (("--system", "x"), b"", "has none; leave it out"),
+        (("--system", "x"), b"", "has none; leave out --system"),
         (("--plain", "--num-draft-tokens", 3), b"", "leave out --num-draft-tokens"),
         (("--max-length", 10**6), b"", "positions that the models support"),
         (("--max-length", 8), b"0123456789\n", "no room for an answer in 8"),

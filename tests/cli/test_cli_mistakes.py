@@ -15,7 +15,7 @@ MISTAKES = {
     "below its range": (["x", "--temperature", -1], 2, "--temperature"),
     "above its range": (["x", "--top-p", 1.5], 2, "--top-p"),
     "no new tokens": (["x", "--max-new-tokens", 0], 2, "--max-new-tokens"),
-    "no prompt": ([], 2, "No prompt was given; give a prompt"),
+    "no prompt": ([], 2, "There is no prompt; pass a prompt"),
     "not UTF-8": (["x", "a\udcff"], 2, "PROMPT 2 is not UTF-8 text (character 2)"),
     "length of no draft": (["x", "--plain", "--num-draft-tokens", 4], 2, "leave out --num-draft-tokens"),
     "rule of no draft": (["x", "--draft", "none", "--accept", "block"], 2, "leave out --accept"),
@@ -26,7 +26,7 @@ MISTAKES = {
     "no exit to be found": (
         ["x", "--target", "TARGET", "--draft", "exit"],
         2,
-        "--draft exit is only for jspec tune",
+        "--draft exit works only with jspec tune",
     ),
     "no layer to skip": (["x", "--draft", "exit:4-"], 2, "exit:4- is not an exit; write exit:N for"),
     "a layer behind the exit": (["x", "--draft", "exit:4-1-4"], 2, "at most once, skip only layers 0 to 3"),
@@ -39,7 +39,7 @@ MISTAKES = {
     "system of no chat": (["x", "--system", "a"], 2, "add --chat"),
     "chat without a template": (["x", "--chat"], 2, "The prompt is a conversation, but the tokenizer has no chat"),
     "no file": (["--file", "NOTHING/none.jsonl"], 2, "none.jsonl"),
-    "file and prompt": (["x", "--file", "PROMPTS"], 2, "leave out one of them"),
+    "file and prompt": (["x", "--file", "PROMPTS"], 2, "leave out one of the two"),
     "draft alone": (["x", "--draft", "DRAFT"], 2, "is a model, which needs a target; name its target"),
     "no such draft": (["x", "--draft", "loookup"], 2, "lists, did you mean 'lookup'; Hugging Face repo ids have"),
     "tokenizer alone": (["x", "--tokenizer", "TARGET"], 2, "--tokenizer needs a target, because the bundled"),
@@ -49,11 +49,11 @@ MISTAKES = {
     "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING holds no *.safetensors file"),
     "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; build a datastore"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 2, "Prompt 2 is empty"),
-    "empty prompts": (["", "x"], 2, "PROMPT 1 is empty; give it some text. (see jspec"),
+    "empty prompts": (["", "x"], 2, "PROMPT 1 is empty; add some text. (see jspec"),
     "too long": (["x", "--target", "TARGET", "--plain", "--max-new-tokens", 500], 1, "501 positions"),
     "tree of no draft": (["x", "--plain", "--tree", "0,0"], 2, "leave out --tree"),
     "rounds of no draft": (["x", "--plain", "--show"], 2, "leave out --show"),
-    "for people or machines": (["x", "--show", "--json"], 2, "leave out one of them"),
+    "for people or machines": (["x", "--show", "--json"], 2, "leave out one of the two"),
     "two shapes": (["x", "--tree", "0,0", "--num-draft-tokens", 2], 2, "leave out --num-draft-tokens"),
     "cannot branch": (["x", "--target", "x", "--tree", "0,0"], 2, "a head, a datastore or exit:N; lookup cannot"),
     **{
@@ -66,7 +66,7 @@ MISTAKES = {
     },
     "a tree behind lookup": (["x", "--target", "x", "--draft", "lookup+o/y", "--tree", "0,0"], 2, "lookup+o/y cannot"),
     "a model behind lookup": (["x", "--draft", "lookup+o/y"], 2, "The draft 'o/y' is a model, which needs a target"),
-    "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is not a tree; give the parent of each node"),
+    "no tree": (["x", "--tree", "0,2"], 2, "'0,2' is not a tree; list the parent of each node"),
     "no numbers": (["x", "--tree", "0, 1"], 2, "'0, 1' is not a tree"),
     "no length": (["x", "--num-draft-tokens", 0], 2, "'0' is neither a whole number of at least 1 nor auto"),
     "nor a word": (["x", "--num-draft-tokens", "best"], 2, "'best' is neither"),
@@ -136,7 +136,7 @@ def test_prompts_are_read_before_models(run, sources, monkeypatch):
 def test_an_empty_prompt_of_the_bundled_pair_loads_nothing(run, monkeypatch):
     monkeypatch.setattr(cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run("generate", "")
-    assert (code, out) == (2, "") and error.startswith("jspec: PROMPT is empty; give it")
+    assert (code, out) == (2, "") and error.startswith("jspec: PROMPT is empty; add")
 
 
 def test_bugs_keep_their_traceback(run, monkeypatch):

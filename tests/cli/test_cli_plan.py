@@ -143,9 +143,9 @@ MODELS = {
     "no model": (
         ["TARGET", "lookup"],
         2,
-        "DRAFT lookup is not a model, and only models can be planned; measure it with",
+        "DRAFT lookup is not a model, and jspec plan supports only models; measure it with",
     ),
-    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is not a model, and only models can"),
+    "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is not a model, and jspec plan supports"),
     "no draft": (["TARGET", "none"], 2, "DRAFT none is not a model"),
     "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
     "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),
@@ -155,7 +155,7 @@ MODELS = {
 def test_a_head_cannot_be_planned(run, folders, tmp_path):
     head = jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 2))).save(tmp_path / "head")
     code, _, error = run("plan", folders[0], head)
-    assert code == 2 and "is not a model, and only models can be planned" in error
+    assert code == 2 and "is not a model, and jspec plan supports only models" in error
 
 
 @pytest.mark.parametrize("mistake", MODELS)

@@ -31,7 +31,7 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
     code, out, err = run(*options)
     assert code == 0, err
     assert "step 4: loss " in out and f"Wrote {folder / 'drafter'}" in out.replace("\n", "")
-    assert "tokens a round, foreseen" in out
+    assert "tokens/round, predicted" in out
     assert kind_of(folder / "drafter") == (None if kind == "model" else kind)
     if kind == "eagle":
         assert json.loads((folder / "drafter" / "config.json").read_text())["draft_vocab_size"] == 100
@@ -46,11 +46,11 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         code, _, err = run("tune", sources[0], folder / "drafter")
         assert code == 2 and "a tree of its own" in err
     code, _, err = run(*asked, "--draft", folder)
-    assert code == 2 and f"give its drafter, --draft {folder / 'drafter'}" in err
+    assert code == 2 and f"use its drafter, --draft {folder / 'drafter'}" in err
     if kind == "eagle":  # like a run that was stopped while it measured
         before = (folder / "drafter" / "model.safetensors").stat().st_mtime_ns
         code, out, err = run(*options)
-        assert code == 0 and "drafter already exists." in out.replace("\n", "") and "tokens a round, foreseen" in out
+        assert code == 0 and "drafter already exists." in out.replace("\n", "") and "tokens/round, predicted" in out
         assert (folder / "drafter" / "model.safetensors").stat().st_mtime_ns == before
         code, out, err = run(*options, "--seed", 1)
         assert code == 1 and "was started with seed=0, but now it is 1" in err

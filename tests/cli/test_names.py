@@ -72,7 +72,7 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
     (tmp_path / "smollm2").mkdir()
     for target in ([], ["--target", "smollm2"]):
         code, _, error = run("generate", "a", *target, "--draft", "head")
-        assert code == 2 and "--draft head needs a target whose head is bundled with jspec" in error
+        assert code == 2 and "--draft head requires a target with a bundled head" in error
     (tmp_path / "head").mkdir()
     assert sources("smollm2", "head").draft == "head"
     with pytest.raises(UsageError, match="is a model, which needs a target"):

@@ -56,7 +56,7 @@ def test_counts_stand_beside_the_theory():
         "predicted_tokens_per_round": pytest.approx(float(theory.expected_tokens(rate, 2))),
     }
     line = report.sentence(done, seconds=2.0)
-    assert line == "6 tokens (length) in 3 rounds: 2.00 a round, 1.96 predicted from 60% acceptance; 3 tokens/s"
+    assert line == "6 tokens (length) in 3 rounds: 2.00 per round, 1.96 predicted from 60% acceptance; 3 tokens/s"
 
 
 def test_end_of_text_is_counted_and_not_shown():

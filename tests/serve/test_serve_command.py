@@ -34,7 +34,7 @@ def started(*options, command=("-m", "jspec", "serve")):
     command = [sys.executable, *map(str, command), *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     lines = [process.stderr.readline(), process.stderr.readline()]
-    ready = r"Compiling: takes minutes the first time, and seconds from the cache later\nServing here at http://127.0.0.1:\d+\n"
+    ready = r"Compiling: this takes minutes the first time, and seconds once the programs are cached\nServing here at http://127.0.0.1:\d+\n"
     if not re.fullmatch(ready, "".join(lines)):
         process.kill()  # otherwise reading the rest of its output never ends
         pytest.fail("".join(lines) + process.stderr.read())
@@ -230,7 +230,7 @@ def test_an_empty_host_is_not_all_addresses(run, sources, host):
     with pytest.raises(ValueError, match="host is empty"):
         bound(host, 0)
     code, _, error = run("serve", sources[0], "--host", host, "--port", 0)
-    assert code == 2 and error.startswith("jspec: --host is empty; give an address")
+    assert code == 2 and error.startswith("jspec: --host is empty; pass an address")
 
 
 def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
         taken.listen()
         port = taken.getsockname()[1]
         mistakes = {
-            ("--port", port): f"--port {port}: Address already in use; choose another.",
+            ("--port", port): f"--port {port}: Address already in use; choose another address or port.",
             ("--host", "no such place", "--port", 0): "cannot listen on --host no such place",
             ("--draft", servers.swapped(sources, tmp_path), "--port", 0): "id 40 is",
             ("--draft", servers.other_heads(tmp_path), "--port", 0): "was made for a target whose",

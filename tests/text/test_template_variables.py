@@ -149,7 +149,7 @@ def test_values_on_the_command_line(text, value):
 @pytest.mark.parametrize(
     ("assignments", "phrase"),
     [
-        (["enable_thinking"], "--template 'enable_thinking' has no value; give NAME=VALUE"),
+        (["enable_thinking"], "--template 'enable_thinking' has no value; write NAME=VALUE"),
         (["a=1", "a=2"], "--template sets 'a' twice"),
         (["=1"], "--template holds ''"),
         (["messages=[]"], "--template holds 'messages'"),
