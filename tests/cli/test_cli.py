@@ -261,7 +261,7 @@ def test_colour_only_on_a_terminal(run, sources, monkeypatch):
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, out, error = run(*command)
     assert code == 0 and "\x1b" not in out + error and out.startswith("the thing")
-    assert re.search(r"^24 tokens \(length\) in \d+ rounds: \S+ a round, \S+ predicted from \d+% acceptance", error)
+    assert re.search(r"^24 tokens \(length\) in \d+ rounds: \S+ per round, \S+ predicted from \d+% acceptance", error)
     assert re.search(r"^import \S+ s, load \S+ s, compile \S+ s, run \S+ s; \d+ tokens/s in all$", error, re.M)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
