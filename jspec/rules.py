@@ -1,8 +1,8 @@
 """Building blocks for writing your own acceptance rules. See docs/write-your-own.md for examples.
 
 A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs
-only a bound (`accept_tokens`). A rule for trees verifies siblings one after another (`kept_in_turn`) and follows the
-accepted ones (`follow`). It then samples the next token from the remaining probability (`law_behind`).
+only a bound (`accept_tokens`). A tree rule verifies siblings one after another (`kept_in_turn`) and follows the
+accepted siblings (`follow`). It then samples the next token from the remaining probability mass (`law_behind`).
 """
 
 from jspec.acceptance import RULES, Block, Coupled, KSeq, Rejection, Rule, Traversal

@@ -1,7 +1,8 @@
 """The drafter contract: a base class with three methods over pytrees, and defaults for everything optional.
 
-A drafter is any pytree with these three methods. Its `propose` pairs every token with the distribution it was drawn
-from. As long as that holds, a drafter changes only the speed of decoding and never the output distribution.
+A drafter is any pytree with the methods `init`, `propose` and `commit`. `propose` returns every token together with the
+distribution that it was drawn from. As long as this distribution is correct, a drafter changes only the speed of
+decoding and never the output distribution.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class TargetView:
 
     Attributes:
         model: the target, or the middle model within a cascade.
-        cache: the KV cache of `model`, for reading only: a drafter's writes to it are discarded. It holds the sequence
+        cache: the KV cache of `model`, read-only: a drafter's writes to it are discarded. The cache holds the sequence
             so far, except its last `unread` tokens. Later slots hold arbitrary values.
         unread: the number of trailing tokens missing from `cache`. It is at least 1, because the newest token has been
             sampled but not yet read.
@@ -51,22 +52,21 @@ class TargetView:
 )
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The inputs of a draft.
+    """The inputs for one draft.
 
     Attributes:
         tokens: ``int32[B, L]``, the prompt and the tokens generated so far; row b is valid up to ``lengths[b]``.
         lengths: ``int32[B]``, the number of valid tokens in each row.
-        noise: ``float32[B, K, C, 2, W]``, the random numbers that draw the draft tokens, fresh in every round. See
-            `draw`. C is the largest number of draft tokens at one depth, which is 1 in a chain.
+        noise: ``float32[B, K, C, 2, W]``, the random numbers for drawing the draft tokens, fresh in every round. See
+            `draw`. C is the largest number of draft tokens at one depth, 1 in a chain.
         transforms: the sampling transforms of the draft's distribution.
         token_counts: the counts that penalties use, or None if there are no penalties.
         target: the model that will verify the draft.
         vocab_size: V of the target.
         unread: the number of trailing tokens that a drafter's own cache may lack. It is 2 if the drafter proposes every
-            draft itself. The two are its last draft token, drawn but not read, and the token that the target sampled
-            after it.
-        budget: ``int32[B]``, the number of tokens to draft in each row, or None for the full number. Tokens beyond it
-            are cut off.
+            draft itself: its last draft token, drawn but not read, and the token that the target sampled after it.
+        budget: ``int32[B]``, the number of tokens to draft in each row, or None for the full number. Tokens beyond the
+            budget are discarded.
         draft_length: the policy that decides whether to draft another token, or None (`jspec.drafters.draft_length`).
         length_state: the state of `draft_length`.
     """
@@ -89,15 +89,16 @@ class Context:
 
 
 class Drafter(Generic[State]):
-    """A source of draft tokens. `state` is the drafter's own pytree; its shapes stay the same from round to round.
+    """A source of draft tokens. Its `state` is a pytree whose shapes stay the same from round to round.
 
-    A drafter defines `vocab_size`, `init`, `propose` and `commit`. The other attributes are optional: they declare what
-    else a drafter offers or requests, and have defaults.
+    A drafter defines `vocab_size`, `init`, `propose` and `commit`. All other attributes are optional and have defaults.
+    They declare what else the drafter supports, and what it requests from the target.
 
-    A drafter need not derive from this class. One that does not, and any method without a parameter `signals`, takes
-    what it requests as separate arguments: ``init(tokens, num_slots, features, lengths, target)``,
+    A drafter need not derive from this class. A method without a `signals` parameter takes the requested signals as
+    separate arguments: ``init(tokens, num_slots, features, lengths, target)``,
     ``read(state, tokens, start, count, features, target)`` and
-    ``commit(state, draft, verdict, hidden, features, target, likeliest)``, each with only those it requests.
+    ``commit(state, draft, verdict, hidden, features, target, likeliest)``. Each method receives only the signals that
+    the drafter requests.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -111,7 +112,7 @@ class Drafter(Generic[State]):
 
         @default
         def vocab_size(self) -> int | None:
-            """V, which must be the target's, or None for any. In a token-by-token drafter it may differ by padding."""
+            """V, which must equal the target's (or, in a token-by-token drafter, differ by padding); None for any."""
 
     @default
     def max_positions(self) -> int | None:
@@ -135,29 +136,29 @@ class Drafter(Generic[State]):
     def replacement(self) -> bool | None:
         """Whether siblings are drawn independently from one distribution, as some rules require.
 
-        None stands for a drafter that never draws them so, whatever its options.
+        None means that the drafter never draws siblings independently, whatever its options.
         """
         return None
 
     @default
     def features(self) -> tuple[int, ...]:
-        """The indices of F of the target's hidden states that `init`, `read` and `commit` receive.
+        """The indices of the F hidden states of the target that `init`, `read` and `commit` receive.
 
-        The int i requests the input of layer i; the number of layers, or -1, requests the output of the last layer.
+        Index i selects the input of layer i; the number of layers, or -1, selects the output of the last layer.
         """
         return ()
 
     @default
     def num_likeliest(self) -> int:
-        """The number n of the verifying model's most likely tokens that `commit` receives after each token."""
+        """The number n of most likely next tokens, under the verifying model, that `commit` receives for each token."""
         return 0
 
     @default
     def embeddings(self) -> Array | None:
-        """Vectors ``float[M, E]`` that the drafter may propose as the ids V to V + M - 1, in places it does not draft.
+        """Vectors ``float[M, E]`` that the drafter may propose as ids V to V + M - 1, at nodes without a draft token.
 
-        The target reads row i in place of token V + i. The target's state there, after the branch so far, is in
-        `TargetSignals.hidden` as for any other token.
+        The target reads row i as the embedding of id V + i, after the tokens before it on the branch. `commit` receives
+        the target's state at this node in `TargetSignals.hidden`, the same as at any other node.
         """
         return None
 
@@ -168,7 +169,7 @@ class Drafter(Generic[State]):
 
     @default
     def is_token_by_token(self) -> bool:
-        """Whether the drafter has `begin` and `extend`, as `jspec.drafters.AutoregressiveDrafter` describes them."""
+        """Whether the drafter has `begin` and `extend`. See `jspec.drafters.AutoregressiveDrafter`."""
         return hasattr(self, "extend")
 
     @default
@@ -178,7 +179,7 @@ class Drafter(Generic[State]):
 
     @default
     def parts(self) -> "tuple[Drafter[PyTree], ...]":
-        """The drafters that this one is composed of; empty for most drafters."""
+        """The drafters that this drafter combines; empty for most drafters."""
         return ()
 
     @default
@@ -188,7 +189,7 @@ class Drafter(Generic[State]):
 
     @default
     def keeps_nothing(self) -> bool:
-        """Whether the drafter stores nothing about a sequence when it prefills one, so that it has nothing to read."""
+        """Whether the drafter stores nothing about a sequence during prefill, so that it needs no `read`."""
         return False
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
@@ -201,8 +202,8 @@ class Drafter(Generic[State]):
     def read(self, state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> State:
         """Return the state after the next piece of a sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`.
 
-        A drafter with this method can prefill a sequence in pieces, as `jspec.engine.Engine` does. The `init` of one
-        without it receives each prompt whole, as soon as the prompt is complete.
+        A drafter with this method can prefill a sequence in pieces, as `jspec.engine.Engine` does. In a drafter without
+        it, `init` receives each prompt as a whole, once the target has prefilled the prompt.
         """
         raise NotImplementedError
 
@@ -216,20 +217,19 @@ class Drafter(Generic[State]):
     def commit(self, state: State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> State:
         """Return the state after a draft has been verified.
 
-        `signals` hold the verifying model's output over the draft. For a tree it is the output after node 0 and after
-        every other node.
+        `signals` holds the verifying model's output over the draft, at node 0 and at every draft token.
 
         In a combined drafter, the draft may come from another part. In a `jspec.MultiDrafter`, a part with `features`
-        receives the accepted path as a chain, whichever part proposed it; the chain ends with that path.
+        receives only the accepted path, as a chain, whichever part proposed it.
 
-        If draft lengths vary, the values after a row's last token with a distribution are arbitrary. Do not learn from
-        them.
+        If draft lengths vary, the values after a row's last token with a distribution are arbitrary. Ignore them when
+        updating the state.
         """
         raise NotImplementedError
 
 
 class AskingDrafter(Protocol):
-    """A drafter that does not derive from `Drafter`, or takes what it requests as separate arguments."""
+    """A drafter that does not derive from `Drafter`, or whose methods take the requested signals as arguments."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -244,19 +244,19 @@ class AskingDrafter(Protocol):
     def commit(self) -> Callable[..., PyTree]: ...
 
 
-# Anything that a caller may pass as a draft. A combined drafter turns it into a `Drafter` when it is made.
+# Anything that a caller may pass as a draft. A combined drafter converts its parts to `Drafter` when it is constructed.
 DraftSource: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
 
 
 class Stateless(Drafter[State]):
-    """The `init` and `commit` of a drafter that keeps no state between rounds."""
+    """A base class, with `init` and `commit`, for drafters that keep no state between rounds."""
 
     @default
     def keeps_nothing(self) -> bool:
-        """Whether `init` is this class's own."""
+        """Whether the drafter inherits `init` from this class."""
         return type(self).init is Stateless.init
 
-    # An `AutoregressiveDrafter` with another state has its own `init`.
+    # A subclass whose state is not empty overrides `init`.
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
         """Return an empty state."""
         return cast(State, ())
@@ -270,7 +270,7 @@ _NO_DRAFTER = Drafter[PyTree]()
 
 
 def declared(drafter: object) -> Drafter[PyTree]:
-    """Return `drafter`, or for anything that is not a `Drafter`, such as None, one with all defaults."""
+    """Return `drafter` if it is a `Drafter`; for anything else, such as None, return a drafter with all defaults."""
     return cast(Drafter[PyTree], drafter) if isinstance(drafter, Drafter) else _NO_DRAFTER
 
 
@@ -280,7 +280,7 @@ def kind_of(drafter: object) -> str:
 
 
 def is_user_defined(drafter: object) -> bool:
-    """Return whether `drafter` defines `propose` outside jspec; `AutoregressiveDrafter.propose` is jspec's own."""
+    """Return whether `drafter.propose` is defined outside jspec. An inherited `propose` of jspec's does not count."""
     if not isinstance(drafter, Drafter):
         return False
     home = cast(type[Drafter[PyTree]], type(passed(cast(object, drafter)))).propose.__module__
@@ -311,5 +311,5 @@ def as_tree(tree: object) -> Tree:
             f"tree is of type {type(tree).__name__}; pass a jspec.Tree, such as jspec.Tree.branching((3, 2, 1))."
         )
     if not tree.size:
-        raise ValueError("tree has no draft tokens; give it at least one, or decode with jspec.generate.")
+        raise ValueError("tree has no draft tokens; add at least one, or decode with jspec.generate.")
     return tree.by_depth()

@@ -1,4 +1,4 @@
-"""What drafters declare, also for None in place of a drafter, and how wrappers forward it."""
+"""Accessors for what drafters declare, which also accept None, and a base class for wrappers that forward it."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -20,7 +20,7 @@ def num_likeliest_of(drafter: object) -> int:
 
 
 def embeddings_of(drafter: object) -> Array | None:
-    """Return the vectors ``[M, E]`` that the target reads in place of ids from V on; None for most drafters."""
+    """Return the vectors ``[M, E]`` that the target reads for ids from V on; None for most drafters."""
     return declared(drafter).embeddings
 
 
@@ -40,12 +40,12 @@ def least(limits: Iterable[int | None]) -> int | None:
 
 
 def features_of_all(*parts: Drafter[PyTree]) -> tuple[int, ...]:
-    """Return the indices of all hidden states that several drafters read, each once."""
+    """Return the indices of all hidden states that several drafters read, without duplicates."""
     return tuple(dict.fromkeys(i for part in parts for i in features_of(part)))
 
 
 class WrapperDrafter(Drafter[State]):
-    """A wrapper around `draft` that forwards its requests to the target."""
+    """A wrapper around `draft` that declares the same limits and requests as `draft`."""
 
     draft: DraftSource
 

@@ -1,7 +1,7 @@
-"""Prefill in pieces, for drafters that start to read a sequence while other requests are decoding.
+"""Chunked prefill, for drafters that start to read a sequence while other requests are decoding.
 
-`init` prefills whole prompts. An engine prefills a long prompt piece by piece so that other requests need not wait, and
-lets the draft prefill later than the target. A drafter that supports this has a `read` method. A drafter that stores
+`init` prefills whole prompts. An engine prefills a long prompt piece by piece, so that other requests need not wait,
+and prefills the draft later than the target. A drafter that supports this has a `read` method. A drafter that stores
 nothing about a sequence does not need one.
 """
 
@@ -35,7 +35,7 @@ class NoPrefill(Drafter[State]):
 
 
 def leaves_of(drafter: Drafter[PyTree]) -> Iterator[Drafter[PyTree]]:
-    """Yield the drafters that `drafter` is composed of, or `drafter` itself."""
+    """Yield the innermost drafters that `drafter` combines, or `drafter` itself if it has no parts."""
     parts = declared(drafter).parts
     if not parts:
         yield drafter
@@ -69,11 +69,11 @@ def prefill_chunk(
 
     Args:
         drafter: a drafter for which `can_read` is True.
-        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: the tokens to read and the one after them, followed
-            by arbitrary values.
+        tokens: ``int32[B, C + 1]``, from position ``start[b]`` on: the tokens to read and the next token, followed by
+            arbitrary values.
         start: ``int32[B]``; all positions before it have been read.
         count: ``int32[B]`` in 0 .. C; 0 leaves a row unchanged, except for slots after its last token.
-        signals: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that reads features.
+        signals: ``features [B, C, F, E]`` of these tokens and the ``target``, for a drafter that requests features.
     """
     return drafter.read(state, tokens, start, count, signals) if drafter.can_read else state
 

@@ -1,4 +1,4 @@
-"""Defaults that a base class declares for optional attributes, without giving them to its subclasses' fields."""
+"""Default values for a base class's optional attributes, which do not become defaults of a subclass's fields."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,10 +18,10 @@ else:
     class default(Generic[Value]):
         """A method that computes an attribute's default value from the instance.
 
-        A subclass may define the attribute in any way: as a class attribute, a property or a dataclass field. A
-        `property` or a plain class attribute would not do here: `dataclasses` takes what it finds in the base class for
-        the default of a field with the same name, so that a required field would become optional. This descriptor
-        exists for instances only.
+        A subclass may define the attribute as a class attribute, a property or a dataclass field. If the base class
+        declared it with a `property` or a plain class attribute, `dataclasses` would use that as the default of a field
+        with the same name, and a required field would become optional. This descriptor therefore exists only on
+        instances.
         """
 
         def __init__(self, compute: Callable[..., Value]) -> None:
@@ -32,7 +32,7 @@ else:
 
         def __get__(self, instance: object, owner: type) -> Value:
             if instance is None:
-                raise AttributeError(f"{owner.__name__} declares {self._name} for its instances only.")
+                raise AttributeError(f"{owner.__name__}.{self._name} exists only on instances.")
             if hasattr(owner, "__getattr__"):  # a wrapper may forward the attributes that it lacks
                 with contextlib.suppress(AttributeError):
                     return owner.__getattr__(instance, self._name)

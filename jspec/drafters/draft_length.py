@@ -1,11 +1,12 @@
 # pyright: reportIncompatibleVariableOverride=false
-"""The number of tokens to draft per round: a fixed number, or a choice for each row and round.
+"""The number of tokens to draft per round: a fixed number, or a number chosen for each row and round.
 
 A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.
 Two things save time. Drafting stops as soon as no row continues, and verification uses the shortest of a few compiled
-lengths that holds all drafts. (In a batch that is sharded over devices, these two decisions cover all devices, once per
-token and once per round.) Therefore the other rows of a batch affect which compiled length verifies a row. The row's
-output stays the same except for rounding. If rounding matters, as it does in half precision, use a plain number.
+lengths that holds all drafts. (If a batch is sharded over devices, both decisions cover all devices: the first is made
+once per token, the second once per round.) Therefore the other rows of a batch affect which compiled length verifies a
+row. The row's output stays the same except for rounding. If rounding matters, as it does in half precision, use a plain
+number.
 
 The decision to continue may depend on everything drafted so far, including the last token, but that token stays.
 Discarding a token after looking at it would change the output distribution: the target would choose another token
@@ -27,8 +28,8 @@ from jspec.drafters.declared import default
 class DraftLength:
     """A policy that decides how many tokens to draft. It is hashable, because it is part of the compiled program.
 
-    A policy defines `max_draft_tokens` and `budget`. By default it has no state and needs no confidence. One that does
-    not derive from this class defines everything except `should_draft`.
+    A policy defines `max_draft_tokens` and `budget`. By default it has no state and needs no confidence. A policy that
+    does not derive from this class must define every attribute and method except `should_draft`.
 
     Attributes:
         max_draft_tokens: K, the largest number of tokens in a draft. It determines array shapes.
@@ -41,7 +42,7 @@ class DraftLength:
 
     @default
     def may_skip(self) -> bool:
-        """Whether to call `should_draft`, which the policy then defines."""
+        """Whether to call `should_draft`: True if the policy defines it."""
         return type(self).should_draft is not DraftLength.should_draft
 
     def init(self, batch: int) -> PyTree:
@@ -109,8 +110,8 @@ class AtMost(DraftLength):
 class UpTo(AtMost):
     """A policy that drafts up to the largest allowed number of tokens, or fewer if the drafter proposes fewer.
 
-    A round without draft tokens costs as much as a plain step. The policy is for lookup drafters. With a draft model it
-    behaves like the plain number.
+    A round without draft tokens costs as much as a plain step. Use this policy with prompt-lookup drafters. With a
+    draft model, it behaves like the plain number.
     """
 
 
@@ -119,7 +120,7 @@ class WhileConfident(AtMost):
     """A policy that stops drafting after the first token whose draft probability is below `threshold`.
 
     The probability is taken before temperature and filters, so it is informative in greedy decoding, too. The policy
-    works like ``assistant_confidence_threshold`` in transformers, which starts at 0.4.
+    works like ``assistant_confidence_threshold`` in transformers, whose default is 0.4.
 
     Attributes:
         first: draft nothing if the most likely first token has a probability below this value. The round then costs
@@ -148,12 +149,12 @@ class WhileConfident(AtMost):
 class ByConfidence(AtMost):
     """A policy like `WhileConfident` that adapts each row's threshold to reach a desired acceptance rate.
 
-    The threshold starts at 0.4. Let m be the number of verified drafts in a round and n the number of accepted ones,
-    both without the first draft of the round. After the round the threshold moves by ``0.05 (acceptance m - n)``, and
-    stays between 0 and 1. This is a stochastic approximation with a constant step, so it adapts as the text changes
-    (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first token is drafted at any
-    confidence, so it carries no information about the threshold. If even the tokens after the most confident ones are
-    rejected too often, drafts shrink to one token.
+    The threshold starts at 0.4. Let m be the number of verified draft tokens in a round and n the number of accepted
+    ones, both without the round's first draft token. After the round the threshold changes by
+    ``0.05 (acceptance m - n)``, and stays between 0 and 1. This is a stochastic approximation with a constant step, so
+    it adapts as the text changes (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first
+    token is drafted at any confidence, so it carries no information about the threshold. If even the tokens after the
+    most confident ones are rejected too often, drafts shrink to one token.
 
     In a `jspec.FallbackDrafter` the threshold adapts to the drafts of both parts, even if only one part uses it.
 
@@ -182,7 +183,7 @@ class ByConfidence(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class Heuristic(AtMost):
-    """A policy that drafts two more tokens after a round that accepted every draft, and one fewer after other rounds.
+    """A policy that drafts two more tokens after a round that accepted all drafts, and one fewer after any other round.
 
     The number stays between 1 and `max_draft_tokens`. Each row has its own number, which starts at half of
     `max_draft_tokens`, rounded up. transformers uses the same rule (``num_assistant_tokens_schedule="heuristic"``).
@@ -246,9 +247,9 @@ def _judged(drafted: Array, accepted: Array) -> Array:
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
     """Return the draft lengths to compile verification for: 0, powers of two, and K. A `Fixed` length compiles K alone.
 
-    Lookup, which drafts all or nothing, compiles 0 and K. So does a policy that may skip the draft, because it is for
-    devices where the second row costs time and further rows cost little more. Each length compiles the whole target
-    again.
+    `UpTo` compiles only 0 and K, because prompt lookup drafts all or nothing. So does `WhileConfident` with `first`,
+    which is intended for devices where the second row costs time and further rows cost little more. Each length
+    compiles the whole target again.
     """
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):

@@ -1,4 +1,4 @@
-"""Building blocks of drafters: checks and masks of drafts, vocabularies that differ by padding, and recent tokens."""
+"""Helpers for drafters: checking and masking drafts, fitting padded vocabularies, and slicing recent tokens."""
 
 import dataclasses
 
@@ -22,8 +22,8 @@ def at_most(context: Context, num_draft_tokens: int) -> Context:
 def as_draft(drafter: object, draft: object, context: Context, num_draft_tokens: int) -> Draft:
     """Return the draft that `drafter` proposed, converted to the program's dtypes.
 
-    A token loses its distribution if it is beyond the row's budget or not `valid`. So does an id outside the
-    vocabulary, which jspec's own drafters cannot propose. Such tokens do not count as drafted.
+    A token loses its distribution if it is beyond the row's budget, not `valid`, or outside the vocabulary (jspec's own
+    drafters never propose such an id). Tokens without distributions do not count as drafted.
 
     Raises, while the program is traced:
         TypeError: the proposal is not a draft.
@@ -39,7 +39,7 @@ def as_draft(drafter: object, draft: object, context: Context, num_draft_tokens:
         )
     if draft.valid is None and draft.probs is None:
         raise ValueError(
-            f'{kind_of(drafter)} proposed tokens without distributions; give probs, or valid for "coupled" alone.'
+            f'{kind_of(drafter)} proposed tokens without distributions; set probs, or set valid and use "coupled".'
         )
     shape = [context.lengths.size, tree.size]
     if draft.valid is not None and (list(draft.valid.shape) != shape or draft.valid.dtype != bool):
@@ -89,14 +89,14 @@ def is_out_of_vocab(tokens: Array, vocab_size: int) -> Array:
 
 
 def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
-    """Keep draft tokens where ``kept[B, K]`` is True; replace the others by `otherwise`, without distributions."""
+    """Keep draft tokens where ``kept[B, K]`` is True; replace all others with `otherwise`, without distributions."""
     probs = None if draft.probs is None else jnp.where(kept[..., None], draft.probs, 0)
     valid = None if draft.valid is None else draft.valid & kept
     return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
-    """Return the vocabulary size that the parts of `drafter` share: the smallest, if others exceed it only by padding.
+    """Return the vocabulary size that the parts of `drafter` share: the smallest, if they differ only by padding.
 
     Raises:
         ValueError: the parts have different vocabularies.
@@ -135,8 +135,8 @@ def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> t
     """Return the tokens around the end of each row: its last `before` tokens and the `after` tokens that follow.
 
     Returns:
-        ``int32[B, before + after]``; the position ``int32[B]`` of the first of them, 0 in a row that is shorter than
-        `before`; and the index ``int32[B]`` of the row's last token among them.
+        The tokens ``int32[B, before + after]``; the position ``int32[B]`` of the first one, 0 in a row shorter than
+        `before`; and the index ``int32[B]`` of the row's last token among these tokens.
     """
     before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short sequence has
     start = jnp.maximum(lengths - before, 0)

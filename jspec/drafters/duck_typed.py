@@ -1,4 +1,4 @@
-"""The adapter around drafters that do not derive from `Drafter`; nothing else looks for attributes they may lack."""
+"""The adapter for drafters that do not derive from `Drafter`. Only it checks for the attributes that they may lack."""
 
 from typing import cast
 
@@ -11,7 +11,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, tak
 
 @pytree
 class DuckDrafter(Drafter[PyTree], Adapter):
-    """A drafter that has the attributes and methods of `draft`, and the defaults of `Drafter` for those it lacks."""
+    """An adapter with the attributes and methods of `draft`, and the defaults of `Drafter` for those that it lacks."""
 
     draft: AskingDrafter
 
@@ -50,7 +50,7 @@ class DuckDrafter(Drafter[PyTree], Adapter):
 
 
 def adapted(draft: object) -> Drafter[PyTree]:
-    """Return `draft` as a `Drafter`. What proposes no drafts is returned unchanged, because validation rejects it."""
+    """Return `draft` as a `Drafter`. Return an object without `propose` unchanged, because validation rejects it."""
     if isinstance(draft, Drafter) or not hasattr(draft, "propose"):
         return cast(Drafter[PyTree], draft)
     return DuckDrafter(cast(AskingDrafter, draft))

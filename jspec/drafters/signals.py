@@ -1,4 +1,4 @@
-"""What a drafter receives from the target, and the older form of methods that take it as separate arguments."""
+"""The signals that a drafter receives from the target, and support for methods that take them separately."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ Result = TypeVar("Result")
 
 @pytree
 class PromptSignals:
-    """The target's states over prompts, for a drafter with `features`. All fields are None for other drafters.
+    """The target's hidden states at the prompts' tokens, for a drafter with `features`; otherwise all fields are None.
 
     Attributes:
-        features: ``[B, P, F, E]``, the requested hidden states at the prompts' tokens.
-        lengths: ``int32[B]``, the prompts' lengths; None in `Drafter.read`, which receives them as `count`.
+        features: ``[B, P, F, E]``, the requested hidden states.
+        lengths: ``int32[B]``, the prompts' lengths; None in `Drafter.read`, which receives `count` instead.
         target: the target.
     """
 
@@ -35,19 +35,19 @@ class PromptSignals:
 
     @property
     def known_lengths(self) -> Array:
-        """`lengths`, in `init` of a drafter that requests features."""
-        assert self.lengths is not None, "init receives them with the features"
+        """`lengths`, which is never None in the `init` of a drafter that requests features."""
+        assert self.lengths is not None, "init receives the lengths with the features"
         return self.lengths
 
     def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...]) -> Self:
-        """Return the signals of a part with features `wanted`, from those of its combined drafter."""
+        """Select the signals for a part that requests `wanted`, out of a combined drafter's `features`."""
         if not wanted:
             return dataclasses.replace(self, features=None, lengths=None, target=None)
         return dataclasses.replace(self, features=_columns(self.features, features, wanted))
 
     @property
     def arguments(self) -> tuple[tuple[Array, ...], dict[str, Array | Llama]]:
-        """The signals as positional and keyword arguments: only those that are not None."""
+        """The signals that are not None, as positional and keyword arguments."""
         return (), _given(features=self.features, lengths=self.lengths, target=self.target)
 
 
@@ -56,13 +56,13 @@ NO_SIGNALS = PromptSignals()
 
 @pytree
 class TargetSignals:
-    """The verifying model's output over a draft, at node 0 and every draft token. None where it was not requested.
+    """The verifying model's output over a draft, at node 0 and every draft token. Fields not requested are None.
 
     Attributes:
         hidden: ``[B, N + 1, E]``, the hidden states before the final norm.
         features: ``[B, N + 1, F, E]``, the hidden states that a drafter's `features` request.
-        likeliest: ``int32[B, N + 1, n]``, the most likely next tokens, the most likely first, if a drafter has
-            `num_likeliest`. If the vocabulary has V < n tokens, there are V of them.
+        likeliest: ``int32[B, N + 1, n]``, the most likely next tokens in descending order, for a drafter with
+            `num_likeliest`. If the vocabulary has V < n tokens, the last axis has only V entries.
         target: the target, for a drafter with `features`.
     """
 
@@ -76,7 +76,7 @@ class TargetSignals:
         return _requested(self.features, self.target)
 
     def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...], num_likeliest: int) -> Self:
-        """Return the signals of a part that requests these, from those of its combined drafter."""
+        """Select the signals for a part that requests `wanted` and `num_likeliest`. See `PromptSignals.for_part`."""
         likeliest = None if self.likeliest is None or not num_likeliest else self.likeliest[..., :num_likeliest]
         if not wanted:
             return dataclasses.replace(self, features=None, likeliest=likeliest, target=None)
@@ -90,7 +90,7 @@ class TargetSignals:
 
     @property
     def arguments(self) -> tuple[tuple[Array, ...], dict[str, Array | Llama]]:
-        """The signals as positional and keyword arguments: `hidden`, and those of the others that are not None."""
+        """`hidden` as a positional argument, and the other signals that are not None as keyword arguments."""
         return (self.hidden,), _given(features=self.features, likeliest=self.likeliest, target=self.target)
 
 
@@ -100,7 +100,7 @@ def _requested(features: Array | None, target: Llama | None) -> tuple[Array, Lla
 
 
 def _columns(values: Array | None, features: tuple[int, ...], wanted: tuple[int, ...]) -> Array | None:
-    """Return the entries of ``values[B, S, F, E]`` for the layers `wanted`, out of `features`."""
+    """Return the entries of ``values[B, S, F, E]`` for the layers `wanted`, a subset of the layers `features`."""
     if values is None or wanted == features:
         return values
     return values[:, :, [features.index(i) for i in wanted]]

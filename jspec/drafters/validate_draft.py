@@ -24,9 +24,9 @@ _TOLERANCE = 1e-3
 class CheckedDrafter(WrapperDrafter[PyTree]):
     """A wrapper around `draft` that fails if a distribution is invalid or a token cannot come from its distribution.
 
-    An all-zero distribution means "no guess" and passes. `jspec.speculative_generate` wraps its draft in this class if
-    ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host. When the caller waits for
-    results, JAX raises a JaxRuntimeError that quotes the original error.
+    An all-zero distribution means that no token is drafted, so it passes. `jspec.speculative_generate` wraps its draft
+    in this class if ``jax.enable_checks(True)`` is set (JAX_ENABLE_CHECKS=1). Each round then calls the host. When the
+    caller waits for results, JAX raises a JaxRuntimeError that quotes the original error.
     """
 
     draft: DraftSource
@@ -68,7 +68,7 @@ def _check_ids(name: str, vocab_size: int, tokens: ArrayLike, guessed: ArrayLike
     for row, k in np.argwhere(guessed & ((tokens < 0) | (tokens >= vocab_size)))[:1]:
         raise ValueError(
             f"{name} drafted {tokens[row, k]} as token {k} of row {row}, outside the vocabulary of {vocab_size} "
-            "tokens; draft the target's ids, or give a distribution of zeros for no draft."
+            "tokens; draft the target's ids, or return an all-zero distribution to draft no token."
         )
 
 
@@ -84,7 +84,7 @@ def _check(name: str, vocab_size: int, tokens: ArrayLike, sums: ArrayLike, least
     for row, k in np.argwhere(~(lawful | ((sums == 0) & (least == 0))))[:1]:
         raise ValueError(
             f"{name} drafted token {k} of row {row} with a distribution that sums to {sums[row, k]:.6g}, has "
-            f"{least[row, k]:.3g} as its smallest entry and gives the token probability {drawn[row, k]:.3g}; "
+            f"a smallest entry of {least[row, k]:.3g}, and a probability of {drawn[row, k]:.3g} for the token; "
             "expected a sum of 1, no negative entry, and the distribution that the token was drawn from, or "
-            "zeros for no draft."
+            "all zeros to draft no token."
         )

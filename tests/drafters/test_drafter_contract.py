@@ -41,7 +41,7 @@ class Wrong(jspec.ModelDrafter):
         ),
         (
             lambda draft: Draft(draft.tokens, jax.nn.one_hot(draft.tokens + 1, 61)),
-            "gives the token probability 0; expected a sum of 1",
+            "a probability of 0 for the token; expected a sum of 1",
         ),
         (
             lambda draft: Draft(draft.tokens * 0 - 1, draft.probs),

@@ -1,4 +1,4 @@
-"""Drafters, rules and lengths that users write with or without jspec's base classes, in the form the docs teach."""
+"""Drafters, rules and draft lengths written by users, with and without base classes, in the forms that docs show."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ OPTIONAL = {
 
 
 class Plain:
-    """A drafter with no more than it must have."""
+    """A drafter that defines only what is required."""
 
     vocab_size = None
 
@@ -79,7 +79,7 @@ def test_an_optional_attribute_is_the_users_or_else_the_default(name):
     plain, given = as_drafter(Plain()), as_drafter(type("Given", (Plain,), {name: OPTIONAL[name]})())
     default = getattr(Drafter(), name)
     assert getattr(plain, name) == default and default != (value := getattr(given, name)) and value is OPTIONAL[name]
-    # Likewise in a class that derives from jspec's: as an attribute, a property or a field.
+    # The same holds for an attribute, property or field of a class that derives from jspec's.
     for one in (
         type("Given", (Stateless,), {name: OPTIONAL[name]})(),
         type("Given", (Stateless,), {name: property(lambda _: OPTIONAL[name])})(),
@@ -127,7 +127,7 @@ def test_methods_receive_what_the_drafter_requests_as_separate_arguments():
 
 @pytree
 class Remembers(AutoregressiveDrafter):
-    """A drafter whose own `commit` takes `hidden`, under another name, and calls the base class's."""
+    """A drafter whose `commit` takes `hidden` under another name and calls the base class's `commit`."""
 
     logits: jax.Array
     vocab_size = max_positions = None
@@ -149,7 +149,7 @@ class Remembers(AutoregressiveDrafter):
 
 
 class _Mixin:
-    """A `commit` from a class that knows nothing of jspec."""
+    """A class that defines `commit` and does not depend on jspec."""
 
     def commit(self, state, draft, verdict, hidden):
         return hidden
@@ -172,7 +172,7 @@ def test_a_subclass_whose_commit_takes_hidden(prompts, make):
     before = TARGET.forward(tokens, TARGET.new_cache(2, 8), jnp.zeros(2, jnp.int32))[1]
     hidden = TARGET.forward(last, before, lengths - 1)[0]
     np.testing.assert_allclose(state.drafter[:, :1], hidden, atol=1e-5)
-    assert make.commit(drafter, (), None, Verdict(None, None), "array") == "array"  # as its own author may call it
+    assert make.commit(drafter, (), None, Verdict(None, None), "array") == "array"  # as the class's author may call it
 
 
 def test_a_required_field_stays_required():
@@ -209,7 +209,7 @@ class Branching(Always):
 
 @dataclasses.dataclass(frozen=True)
 class Two:
-    """A length without a base class."""
+    """A draft-length policy without a base class."""
 
     needs_confidence = False
     max_draft_tokens = 2
@@ -241,7 +241,7 @@ def test_a_rule_and_a_length_without_base_classes(prompts):
     assert not run(num_draft_tokens=Choosy()).stats.drafted.any()
     assert not as_rule(Always()).branches and not as_rule(Always()).independent
     assert as_rule(Branching()).branches and as_rule(Branching()).independent
-    # Equal objects are one static argument, and so one program.
+    # Equal objects count as the same static argument, so they share one program.
     for adapt, make in ((as_rule, Always), (as_draft_length, Two)):
         assert adapt(make()) == adapt(make()) and hash(adapt(make())) == hash(adapt(make()))
     assert as_rule(Always("a")) != as_rule(Always("b")) and as_rule(Rejection()) == check_rule("rejection")
