@@ -78,7 +78,7 @@ def test_more_tokens_than_heads(prompts, name):
     drafter = HEADS[name](TARGET)
     for whole, length in ((drafter, {"num_draft_tokens": 4}), (jspec.TreeDrafter(drafter, jspec.Tree.chain(4)), {})):
         with pytest.raises(
-            ValueError, match="Drafter has 3 heads, but a draft of 4 tokens in a row needs one for each token; dra"
+            ValueError, match="Drafter has 3 heads, but a draft of 4 consecutive tokens needs one head per token; dra"
         ):
             jspec.speculative_generate(TARGET, whole, *prompts([3], vocab_size=V), max_new_tokens=8, **length)
 
@@ -90,7 +90,7 @@ def test_more_tokens_than_heads(prompts, name):
         ({"vocab_size": 9}, "vocabulary has 9 tokens and the target's 8"),
         (
             {"hidden_size": 24},
-            "Drafter was made for a hidden size of 24, but the target's is 16; use one that was trained",
+            "Drafter was made for a hidden size of 24, but the target's is 16; use a drafter that was trained",
         ),
     ],
 )

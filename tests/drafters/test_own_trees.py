@@ -247,7 +247,7 @@ def test_refusals(prompts, error, message, make):
 
 def test_a_part_that_wants_the_likeliest_tokens_is_refused_where_nobody_could_tell_it():
     curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
-    with pytest.raises(TypeError, match="is of type Curious, which needs more from the target than"):
+    with pytest.raises(TypeError, match="is of type Curious, which needs values other than tokens"):
         jspec.CascadeDrafter(MODEL, curious)
 
 

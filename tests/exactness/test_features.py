@@ -163,7 +163,7 @@ def test_who_cannot_be_told(prompts):
         jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
     for error, make in (
         ("which drafts a tree", lambda: FallbackDrafter(NGramDrafter(), jspec.TokenRecyclingDrafter())),
-        ("needs more from the target", lambda: jspec.CascadeDrafter(DRAFT, reader)),
+        ("needs values other than tokens", lambda: jspec.CascadeDrafter(DRAFT, reader)),
         (
             "second is of type Reader, which reads the target's hidden states",
             lambda: HorizontalDrafter(DRAFT, reader, 1),

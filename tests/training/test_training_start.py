@@ -34,7 +34,7 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
         (
             lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
             {"kind": "hydra"},
-            "HydraDrafter has 2 heads, but a draft of 4 tokens in a row needs one for each token",
+            "HydraDrafter has 2 heads, but a draft of 4 consecutive tokens needs one head per token",
         ),
         (
             lambda: jspec.PassDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),

@@ -1,4 +1,4 @@
-"""The base class for drafters that combine two others."""
+"""The base class for drafters that combine two other drafters."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ Pair = tuple[PyTree, PyTree]
 
 @pytree
 class PairDrafter(Drafter[Pair]):
-    """Two drafters or models with one vocabulary. Each receives the values that it requests from the target."""
+    """Two drafters or models with the same vocabulary. Each part receives the target's values that it requests."""
 
     first: DraftSource
     second: DraftSource
@@ -36,12 +36,12 @@ class PairDrafter(Drafter[Pair]):
 
     @property
     def max_positions(self) -> int | None:
-        """The smaller limit of the two."""
+        """The smaller of the two parts' limits."""
         return least(declared(part).max_positions for part in self.parts)
 
     @property
     def max_chain_length(self) -> float:
-        """The number of consecutive tokens that both can draft."""
+        """The number of consecutive tokens that both parts can draft."""
         return min(map(max_chain_length_of, self.parts))
 
     @property
@@ -59,7 +59,7 @@ class PairDrafter(Drafter[Pair]):
         return first, second
 
     def read(self, state: Pair, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> Pair:
-        """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         first, second = (
             prefill_chunk(part, own, tokens, start, count, signals.for_part(self.features, features_of(part)))
             for part, own in zip(self.parts, state, strict=True)
@@ -67,7 +67,7 @@ class PairDrafter(Drafter[Pair]):
         return first, second
 
     def commit(self, state: Pair, draft: Draft, verdict: Verdict, signals: TargetSignals) -> Pair:
-        """Pass the verified draft to both, regardless of which one proposed it."""
+        """Pass the verified draft to both parts, regardless of which part proposed it."""
         first, second = (
             part.commit(own, draft, verdict, signals.for_part(self.features, features_of(part), part.num_likeliest))
             for part, own in zip(self.parts, state, strict=True)

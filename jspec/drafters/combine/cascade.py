@@ -27,7 +27,7 @@ _Caches = tuple[KVCache, PyTree]
 
 @pytree
 class _Progress:
-    """An unfinished draft: its first ``counts[b]`` tokens and their distributions. Other fields are as in `Context`."""
+    """An unfinished draft: ``counts[b]`` tokens, their distributions, and the fields of `Context` that they update."""
 
     counts: Array
     tokens: Array
@@ -42,12 +42,12 @@ class _Progress:
 )
 @dataclasses.dataclass(frozen=True)
 class CascadeDrafter(Drafter[_Caches]):
-    """A drafter that proposes exactly the tokens of ``ModelDrafter(middle)``, in fewer passes of `middle`.
+    """A drafter that proposes exactly the tokens of ``ModelDrafter(middle)``, with fewer passes of `middle`.
 
     Its rounds follow the rule "coupled" (`jspec.rules.Coupled`). `middle` draws every token with that token's noise.
-    `small` drafts with the same noise, and affects only the number of passes. Every token's distribution is the middle
-    model's (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative Drafting). `small`
-    may itself be a cascade.
+    `small` drafts with the same noise, and affects only the number of passes. Every token therefore has the middle
+    model's distribution (Leviathan et al. 2023, section 6, "hierarchical"; Chen et al. 2024, Cascade Speculative
+    Drafting). `small` may itself be a cascade.
 
     Attributes:
         middle: a `jspec.Llama` with the target's vocabulary.
@@ -75,7 +75,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return min(longest, self._small.max_positions or longest)
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Caches:
-        """Prefill both, reserving slots for the tokens by which the last pass of `middle` may overshoot the draft."""
+        """Prefill both parts. Reserve slots for the tokens by which the last pass of `middle` may exceed the draft."""
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self._small.init(tokens, num_slots, NO_SIGNALS)
 
@@ -88,7 +88,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return ModelDrafter(self.middle), self._small
 
     def read(self, state: _Caches, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Caches:
-        """Prefill the next piece with both. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         middle, small = (
             prefill_chunk(part, own, tokens, start, count, NO_SIGNALS)
             for part, own in zip(self.parts, state, strict=True)
@@ -124,11 +124,11 @@ class CascadeDrafter(Drafter[_Caches]):
         return state
 
     def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:
-        """Run one round, which leaves complete drafts unchanged."""
+        """Run one inner round. Drafts that are already complete do not change."""
         counts, k = progress.counts, self.num_small_draft_tokens
         lengths = context.lengths + counts
         noise = slice_rows(context.noise, counts, k + 1)
-        # The tokens that the target may have added since the last draft are followed by one that `middle` has added.
+        # The tokens that the target may have added since the last draft are followed by a token from `middle`.
         inner = dataclasses.replace(
             context,
             tokens=progress.tokens,

@@ -18,24 +18,24 @@ from jspec.drafters.standalone.ngram import NGramDrafter
 class FallbackDrafter(PairDrafter):
     """A drafter that uses `first` if it proposes a next token, and otherwise `second`. Both may be drafters or models.
 
-    Both run in every round, each up to its `max_chain_length`. If draft lengths vary (`jspec.drafters.draft_length`),
-    `second` drafts nothing in rows where `first` proposes a token.
+    Both parts run in every round, each up to its `max_chain_length`. If draft lengths vary
+    (`jspec.drafters.draft_length`), `second` drafts nothing in rows where `first` proposes a token.
     """
 
     @property
     def max_chain_length(self) -> float:
-        """The number of consecutive tokens that at least one of the two can draft."""
+        """The number of consecutive tokens that at least one part can draft."""
         return max(map(max_chain_length_of, self.parts))
 
     @property
     def has_confidence(self) -> bool:
-        """Whether at least one of the two reports its confidence. The other one drafts as many tokens as it can."""
+        """Whether at least one part reports its confidence. The other part drafts as many tokens as it can."""
         return any(map(has_confidence, self.parts))
 
     def propose(self, state: Pair, context: Context, num_draft_tokens: int) -> tuple[Draft, Pair]:
-        """Return, for each row, the draft of one of the two.
+        """Return one part's draft for each row.
 
-        The other one may never have read the tokens that a round commits.
+        The other part may never have read the tokens that a round commits.
         """
         context = dataclasses.replace(context, unread=context.unread + num_draft_tokens - 1)
         one, other = self.parts
@@ -52,7 +52,7 @@ class FallbackDrafter(PairDrafter):
 
 
 def with_lookup_first(drafter: DraftSource) -> FallbackDrafter:
-    """Return a lookup drafter that matches two or three tokens, with `drafter` as its fallback.
+    """Return a prompt-lookup drafter that matches two or three tokens, with `drafter` as its fallback.
 
     Matches of that length are rarely due to chance.
     """
@@ -60,7 +60,7 @@ def with_lookup_first(drafter: DraftSource) -> FallbackDrafter:
 
 
 def _propose_padded(part: Drafter[State], state: State, context: Context, num_draft_tokens: int) -> tuple[Draft, State]:
-    """Return the draft of `part` up to its `max_chain_length`, padded without distributions, and its state."""
+    """Return the draft of `part`, padded with empty positions after its `max_chain_length`, and the part's state."""
     count = int(min(num_draft_tokens, part.max_chain_length))
     part_context = at_most(context, count)
     draft, state = part.propose(state, part_context, count)
@@ -68,7 +68,7 @@ def _propose_padded(part: Drafter[State], state: State, context: Context, num_dr
     if draft.probs is None:
         raise ValueError(
             f"{kind_of(part)} drafts tokens without distributions, but a FallbackDrafter needs them to "
-            "choose between its parts; give probs."
+            "choose between its parts; set probs in the drafts."
         )
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, missing)))
     return Draft(tokens, jnp.pad(draft.probs, ((0, 0), (0, missing), (0, 0)))), state

@@ -49,7 +49,7 @@ class HorizontalDrafter(PairDrafter):
     def propose(self, state: Pair, context: Context, num_draft_tokens: int) -> tuple[Draft, Pair]:
         """Return the draft of `first`, followed by the draft of `second`.
 
-        Neither has ever read the tokens that the other one drafts.
+        Neither part has read the tokens that the other part drafts.
         """
         better, cheaper = self.parts
         at = min(self.at, num_draft_tokens)

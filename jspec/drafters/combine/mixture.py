@@ -33,15 +33,15 @@ class _TokenByToken(Protocol):
 
 @pytree
 class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
-    """A drafter that draws every token from ``weight * first + (1 - weight) * second``, of two drafters or models.
+    """A drafter that draws every token from a mixture of two drafters or models: ``w * first + (1 - w) * second``.
 
-    The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one of the two
-    proposes nothing, the other one's distribution is used. Both must return their distributions token by token
-    (`jspec.drafters.AutoregressiveDrafter`), because each must continue after a token that the other may have
+    The distributions are mixed at temperature 1, and the sampling transforms then act on the mixture. If one part
+    proposes nothing, the other part's distribution is used. Both parts must return their distributions token by token
+    (`jspec.drafters.AutoregressiveDrafter`), because each part must continue after a token that the other may have
     preferred.
 
     Attributes:
-        weight: a number between 0 and 1. It is traced, so changing it does not recompile.
+        weight: w, a number between 0 and 1. It is traced, so changing it does not recompile.
     """
 
     weight: ArrayLike
@@ -61,25 +61,25 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
 
     @property
     def unrolled(self) -> bool:
-        """Whether at least one of the two is unrolled."""
+        """Whether at least one part is unrolled."""
         return any(declared(part).unrolled for part in self.parts)
 
     @property
     def vocab_size(self) -> int | None:
-        """The vocabulary size, as for `PairDrafter`.
+        """The vocabulary size. Same as in `PairDrafter`.
 
-        This also checks the weight, because during pytree operations JAX may store any object in its place.
+        This property also checks the weight, because JAX may store any object in its place during pytree operations.
         """
         _check_weight(self.weight)
         return super().vocab_size
 
     def begin(self, state: Pair, context: Context, tree: Tree) -> tuple[Array, Pair]:
-        """Call `begin` on both, and mix their logits."""
+        """Call `begin` on both parts, and mix their logits."""
         first, second = (part.begin(own, context, tree) for part, own in self._parts(state))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 
     def extend(self, carry: Pair, tokens: Array, level: Level, context: Context) -> tuple[Array, Pair]:
-        """Read the tokens with both, regardless of which one proposed them, and mix their logits."""
+        """Read the tokens with both parts, regardless of which part proposed them, and mix the parts' logits."""
         first, second = (part.extend(own, tokens, level, context) for part, own in self._parts(carry))
         return self._mix(first[0], second[0], context), (first[1], second[1])
 

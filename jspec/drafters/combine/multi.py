@@ -42,13 +42,13 @@ class MultiDrafter(Drafter[_States]):
     branch is rejected, the second is verified against the residual of the target's distribution. Therefore, put the
     best drafter first.
 
-    If branches start with the same tokens, "rejection" and "traversal" follow only the first of them, and may stop at
-    its first wrong token. In greedy decoding branches often start with the same tokens. Under "coupled", all drafters
-    draw with the target's noise, and the rule follows the branch that continues longest.
+    If branches start with the same tokens, the rules "rejection" and "traversal" follow only the first branch, and may
+    stop at its first wrong token. In greedy decoding branches often start with the same tokens. Under the rule
+    "coupled", all drafters draw with the target's noise, and the rule follows the branch that continues longest.
 
     Attributes:
-        drafts: chain drafters, including heads, or models. All share the target's vocabulary.
-        num_draft_tokens: K, the number of tokens that each of them drafts.
+        drafts: chain drafters (including heads) or models. All share the target's vocabulary.
+        num_draft_tokens: K, the number of tokens that each drafter drafts.
     """
 
     drafts: Sequence[DraftSource]
@@ -67,7 +67,7 @@ class MultiDrafter(Drafter[_States]):
 
     @classmethod
     def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
-        """Load drafters that were written by `save`. `dtype` is as for `jspec.load`, and `target` is not used.
+        """Load drafters that were written by `save`. `dtype` is the same as in `jspec.load`; `target` is not used.
 
         Raises:
             convert.CheckpointError: the files have another format, or are damaged.
@@ -89,7 +89,7 @@ class MultiDrafter(Drafter[_States]):
             if not isinstance(draft, ModelDrafter):
                 raise TypeError(
                     "A MultiDrafter can be saved only if all its drafters are models, but one is of type "
-                    f"{kind_of(draft)}; save it by itself."
+                    f"{kind_of(draft)}; save that drafter by itself."
                 )
             models.append(draft)
         with head_files.new_own(Path(path), _KIND, fields) as directory:
@@ -139,7 +139,7 @@ class MultiDrafter(Drafter[_States]):
     def propose(self, state: _States, context: Context, num_draft_tokens: int) -> tuple[Draft, _States]:
         """Draft with one drafter after another, each with its own noise.
 
-        All but one of them may never have read the tokens that a round commits.
+        All drafters but one may never have read the tokens that a round commits.
         """
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
@@ -157,8 +157,8 @@ class MultiDrafter(Drafter[_States]):
     def commit(self, state: _States, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _States:
         """Pass each drafter its own chain; the chain's tokens count as accepted as far as they match the accepted path.
 
-        A drafter that reads the target's hidden states needs them for the whole sequence. It receives the accepted path
-        instead, whichever drafter proposed it.
+        A drafter that reads the target's hidden states needs them for the whole sequence. Such a drafter receives the
+        accepted path instead, whichever drafter proposed it.
         """
         assert verdict.path is not None, "rules that do not support trees are rejected"
         text, before = tokens_along(draft, verdict), prefix_mask(verdict.num_accepted, self.num_draft_tokens)

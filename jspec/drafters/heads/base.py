@@ -1,4 +1,4 @@
-"""Base classes for drafters that have trained heads on the target's last hidden state, beside the target's own."""
+"""Base classes for drafters with trained heads on the target's last hidden state, beside the target's own head."""
 
 from typing import cast
 
@@ -17,11 +17,11 @@ from jspec.models.llama import Llama
 
 @pytree
 class LastState:
-    """The target's hidden state at the last token that it has read.
+    """The target's hidden state at the last token that the target has read.
 
     Attributes:
         hidden: ``[B, E]``, before the final norm.
-        known: ``bool[B]``; False before the first round of a one-token prompt, because no token precedes that one.
+        known: ``bool[B]``; False before the first round of a one-token prompt, in which no token precedes the last one.
     """
 
     hidden: Array
@@ -29,7 +29,7 @@ class LastState:
 
 
 class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
-    """A drafter with heads, each of which drafts a token one position further than the one before.
+    """A drafter with several heads, each of which drafts the token one position after the previous head's.
 
     The heads read the state at the second-to-last token. The target's own head has drawn the last token from that
     state, so the first of these heads drafts the first draft token. Verification computes the state anyway, so it
@@ -76,8 +76,8 @@ class HeadsDrafter(AutoregressiveDrafter[LastState, tuple[LastState, Array]]):
         count, depth = self.num_heads, tree.max_depth
         if depth > count:
             raise ValueError(
-                f"{type(self).__name__} has {count} heads, but a draft of {depth} tokens in a row needs one for "
-                f"each token; draft at most {count}."
+                f"{type(self).__name__} has {count} heads, but a draft of {depth} consecutive tokens needs one head "
+                f"per token; draft at most {count}."
             )
         x = context.target.model.norm(state.hidden)[:, None]
         logits, carry = self.first(x, context, depth)
@@ -124,5 +124,5 @@ def check_hidden_size(user: str, size: int, target: Llama) -> None:
     if size != target.config.hidden_size:
         raise ValueError(
             f"{user} was made for a hidden size of {size}, but the target's is {target.config.hidden_size}; use "
-            "one that was trained for this target."
+            "a drafter that was trained for this target."
         )

@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""EAGLE: a trained layer that reads the target's hidden states, and drafts onward from its own states."""
+"""EAGLE: a trained layer that reads the target's hidden states, and continues the draft from its own states."""
 
 from pathlib import Path
 from typing import Self
@@ -26,8 +26,9 @@ class _Read:
     """The tokens that the head has read: the sequence so far and, during a draft, some of the draft tokens.
 
     Attributes:
-        cache: slot i - 1 holds the token at position i, with the state before it. The first token has no slot.
-        states: ``[B, S, E]``, the states at the newest tokens, from which the head drafts the tokens after them.
+        cache: slot i - 1 holds the keys and values for the token at position i, combined with the state at position
+            i - 1. The first token has no slot.
+        states: ``[B, S, E]``, the states at the newest tokens, from which the head drafts the next tokens.
         known: ``bool[B]``; False if a sequence has only one token.
         lengths: ``int32[B]``, the sequence lengths.
     """
@@ -42,9 +43,9 @@ class _Read:
 class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`) that was trained for this target.
 
-    After every round it reads the accepted tokens with the target's own states, in place of the states it had predicted
-    (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree (`jspec.TreeDrafter`), and EAGLE-2 on a
-    dynamic tree (`jspec.DynamicTreeDrafter`). Generation-3 weights are EAGLE-3.
+    After every round the head reads the accepted tokens again, with the target's own states in place of the states that
+    the head predicted (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree
+    (`jspec.TreeDrafter`), and EAGLE-2 on a dynamic tree (`jspec.DynamicTreeDrafter`). Generation-3 weights are EAGLE-3.
 
     Attributes:
         head: a `jspec.drafters.heads.eagle_module.Eagle`.
@@ -57,11 +58,11 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         """Load a head from config.json and safetensors, in the layout of EAGLE, SpecForge, SGLang or speculators.
 
         Args:
-            path: a directory, or a Hugging Face hub id.
+            path: a local directory, or a Hugging Face repo id.
             target: the `jspec.Llama` that the head was trained for. If given, sizes are checked immediately. The target
                 is required if config.json does not specify which layers the head reads. It is also required if the
                 files have a reduced vocabulary without an output head: rows of the target's output head are then used.
-            dtype: the dtype of weights, activations and cache, as for `jspec.load`.
+            dtype: the dtype of weights, activations and cache. Same as in `jspec.load`.
 
         Raises:
             convert.CheckpointError: the files are not those of a single-layer EAGLE head, or are damaged, or are
@@ -73,17 +74,17 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     def save(self, path: str | Path, format: str = "speculators", own_head: bool | None = None) -> Path:
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
-        A head that was loaded from the same layout is written as it was. It keeps the dtype of its files, unless
-        another dtype was requested or the files' dtype would lose precision.
+        A head that was loaded from the same layout is written back unchanged. The new files have the dtype of the old
+        ones, unless another dtype was requested or the old dtype would lose precision.
 
         Args:
             format: "speculators" (read by vLLM) or "sglang" for a generation-3 head; "eagle" for a generation-1 head.
-            own_head: whether to write the output head. False omits it, if it is a part of the target's. By default it
-                is written if the original files had one.
+            own_head: whether to write the output head. False omits it, if it is a part of the target's output head. By
+                default it is written if the original files had an output head.
 
         Raises:
-            convert.CheckpointError: readers of this layout would compute different results than the head, or `path`
-                exists or cannot be written.
+            convert.CheckpointError: programs that read this layout would compute different results from the head's, or
+                `path` exists or cannot be written.
         """
         return eagle_weights.save(self._head, path, format, own_head)
 

@@ -1,9 +1,9 @@
 """EAGLE heads: a layer that predicts the target's next tokens from the target's hidden states.
 
-The layer reads each token's embedding together with the target's states at the previous token. Its output at that token
-therefore predicts the next one. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights EAGLE-2
-also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The generation-3 flags are those of published
-checkpoints.
+The layer reads each token's embedding together with the target's states at the previous token. The layer's output at a
+token therefore predicts the next token. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights
+EAGLE-2 also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The generation-3 flags are those of
+published checkpoints.
 """
 
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ class Eagle(nnx.Module):
         self.embed_tokens = Embed(layer.vocab_size, size, dtype, rngs) if config.own_embedding else None
         vocab = config.draft_vocab_size or layer.vocab_size
         self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
-        # Maps each of the target's tokens to its number among those that the head can draft, and the others to D.
+        # Maps each target token that the head can draft to its index among these tokens, and all other tokens to D.
         known = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(layer.vocab_size), vocab)
         self.draft_ids = None if known is None else nnx.Variable(known)
 
@@ -103,11 +103,11 @@ class Eagle(nnx.Module):
         Args:
             embeddings: ``[B, S, E]``.
             states: ``[B, S, E]``, from `fuse` if the target has read the preceding token, otherwise from this method.
-            cache, start, branches: as for `jspec.Llama.forward`. Slot 0 holds a sequence's second token.
+            cache, start, branches: same as in `jspec.Llama.forward`. Slot 0 holds a sequence's second token.
 
         Returns:
-            The states ``[B, S, E]`` that predict the following tokens, which `logits` and the next `forward` take; and
-            the updated cache.
+            The states ``[B, S, E]`` that predict the next tokens, for `logits` and the next `forward`; and the updated
+            cache.
         """
         slots, positions = Branches.places(start, embeddings.shape[1], branches)
         layer = self.config.layer
@@ -154,7 +154,7 @@ def _widths(layer: LlamaConfig) -> tuple[int, int, int]:
 
 
 def check_target_of(config: EagleConfig, target: Llama) -> None:
-    """Raise ValueError unless a head of `config` was made for a target of these sizes."""
+    """Raise ValueError unless a head with this `config` was made for a target with these sizes."""
     sizes = target.config
     wants = [
         ("hidden size", config.target_hidden_size, sizes.hidden_size),

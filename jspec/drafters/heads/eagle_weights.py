@@ -29,7 +29,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
     if lacking and target is None:
         raise CheckpointError(
             f"{source} has no lm_head.weight for the {config.draft_vocab_size} tokens that it can draft; pass the "
-            "target, whose own lm_head has their rows: load(path, target)."
+            "target, whose lm_head has a row for each of these tokens: load(path, target)."
         )
     made = dataclasses.replace(config, own_head=True) if lacking else config
     head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
@@ -53,7 +53,7 @@ def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | Non
     if own_head is None and origin is not None and origin.layout == layout:
         own_head = config.own_head and "lm_head.weight" in origin.names
     if own_head and not config.own_head:
-        raise CheckpointError("the head has no output head of its own, so none can be saved; leave own_head out.")
+        raise CheckpointError("the EAGLE head has no output head of its own that could be saved; omit own_head.")
     written = dataclasses.replace(config, own_head=config.own_head if own_head is None else own_head)
     state: dict[str, Array] = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(head))}
     draft_ids = state.pop("draft_ids", None)

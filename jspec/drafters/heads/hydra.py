@@ -60,9 +60,9 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
     """A drafter with H sequential heads: head i reads the target's last state and the i + 1 tokens after it.
 
     As in Ankner et al. 2024, "Hydra", section 3, the heads read the tokens through the target's own embeddings,
-    starting with the last token of the sequence. The architecture is that of the heads that the authors published. The
-    first layer maps ``(i + 2) E`` to E, with a linear residual. Medusa's blocks follow, which the authors' code ties to
-    each other, and then an output head with a bias. The prefix layer of Hydra++ is not supported. In a tree, every node
+    starting with the last token of the sequence. The architecture is that of the authors' published heads. The first
+    layer maps ``(i + 2) E`` to E, with a linear residual. It is followed by Medusa's blocks (tied to each other in the
+    authors' code) and an output head with a bias. The prefix layer of Hydra++ is not supported. In a tree, every node
     reads the tokens of its own branch. If draft lengths vary, all heads still run.
 
     Attributes:
@@ -81,7 +81,7 @@ class HydraDrafter(HeadsDrafter, InOwnFiles):
     ) -> "HydraDrafter":
         """Return a drafter with random heads, to train for `target` or to fill with weights.
 
-        `num_blocks` counts the first layer.
+        `num_blocks` includes the first layer.
         """
         check_count("num_heads", num_heads)
         check_count("num_blocks", num_blocks)

@@ -1,5 +1,5 @@
 # pyright: reportIncompatibleMethodOverride=false
-"""Kangaroo: the target's first layers, and a small trained attention layer in place of all its other layers."""
+"""Kangaroo: the target's first layers, and a small trained attention layer in place of the remaining layers."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Adapter(nnx.Module):
 
         Args:
             x: ``[B, S, E]``, the output of the exit layer.
-            cache, start, branches: as for `jspec.Llama.forward`.
+            cache, start, branches: same as in `jspec.Llama.forward`.
         """
         x = x.astype(self.dtype)
         slots, positions = Branches.places(start, x.shape[1], branches)
@@ -85,7 +85,7 @@ class _Read:
 
 @pytree
 class _Drafting:
-    """The state within a draft: the adapter's cache, the first layers' cache of the draft alone, and its start."""
+    """The state within a draft: the adapter's cache, the first layers' cache of the draft alone, and its position."""
 
     cache: KVCache
     own: KVCache
@@ -163,7 +163,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         """Read the target's states at the accepted tokens with the adapter.
 
         Other slots are overwritten before they are read. The accepted tokens' slots change only by rounding, with three
-        exceptions: a chain's last token, which the adapter has not read; tokens that had another place in a tree; and
+        exceptions: a chain's last token, which the adapter has not read; tokens that had another slot in a tree; and
         tokens that another drafter proposed.
         """
         read = at_path(signals.states()[0], verdict)[:, :, 0]

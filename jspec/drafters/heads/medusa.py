@@ -55,8 +55,7 @@ class MedusaDrafter(ParallelHeadsDrafter):
 
     The heads compute ``logits_i = U_i(x + silu(W_i x + b_i))``, in which x is the state after the target's final norm
     (Cai et al. 2024, "Medusa", section 2.1.1). A head does not see the tokens that the other heads have drawn. Heads
-    that were trained together with their target (Medusa-2) draft for that target, whose weights the training has
-    changed.
+    that were trained together with their target (Medusa-2) draft for the target with the weights from that training.
 
     Attributes:
         heads: one `MedusaHead` per depth.
@@ -79,9 +78,9 @@ class MedusaDrafter(ParallelHeadsDrafter):
         target.
 
         Args:
-            path: a directory, or a Hugging Face hub id.
+            path: a local directory, or a Hugging Face repo id.
             target: the `jspec.Llama` that the heads were trained for. If given, sizes are checked immediately.
-            dtype: the dtype of the weights, as for `jspec.load`.
+            dtype: the dtype of the weights. Same as in `jspec.load`.
 
         Raises:
             convert.CheckpointError: the files are not those of Medusa heads, or are damaged, or are pickles. The
@@ -100,7 +99,7 @@ class MedusaDrafter(ParallelHeadsDrafter):
     def save(self, path: str | Path, format: str = "vllm") -> Path:
         """Write config.json and the heads to a new directory.
 
-        Heads that were loaded from the same layout are written as they were.
+        Heads that were loaded from the same layout are written back unchanged.
 
         Args:
             format: "vllm", or "medusa" for the weight names that were published with the paper.

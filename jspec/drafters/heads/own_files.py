@@ -1,5 +1,5 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
-"""Files in jspec's own format (config.json and model.safetensors), for drafters that no other program reads."""
+"""Files in jspec's own format (config.json and model.safetensors), for drafters that no other program can read."""
 
 import math
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ class InOwnFiles:
 
     @classmethod
     def untrained(cls, target: Llama, *, rngs: nnx.Rngs) -> Self:
-        """Return a drafter of these sizes, to fill with weights."""
+        """Return a drafter with the given sizes, to fill with weights."""
         raise NotImplementedError
 
     def save(self, path: str | Path) -> Path:
-        """Write config.json and model.safetensors to a new directory, which `load` reads.
+        """Write config.json and model.safetensors to a new directory that `load` can read.
 
         Raises:
             convert.CheckpointError: `path` exists or cannot be written.
@@ -65,9 +65,9 @@ class InOwnFiles:
         """Load a drafter that was written by `save`.
 
         Args:
-            path: a directory, or a Hugging Face hub id.
+            path: a local directory, or a Hugging Face repo id.
             target: the `jspec.Llama` that the drafter was trained for.
-            dtype: the dtype of the drafter's weights, as for `jspec.load`.
+            dtype: the dtype of the drafter's weights. Same as in `jspec.load`.
 
         Raises:
             convert.CheckpointError: the files have another format, or are damaged.
@@ -94,7 +94,7 @@ def _named(drafter: PyTree) -> Iterator[tuple[str, Array]]:
 
 
 def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> None:
-    """Raise CheckpointError if there are more parts than tensors.
+    """Raise CheckpointError if config.json declares more parts (heads, layers) than the file has tensors.
 
     With a damaged config, `load` would otherwise create all of these parts one by one.
     """
@@ -102,7 +102,7 @@ def _check_parts(directory: Path, num_tensors: int, parts: dict[str, int]) -> No
         expected = ", ".join(f"{name} {size}" for name, size in parts.items())
         raise CheckpointError(
             f"{directory} has {num_tensors} tensors, but its config.json says {expected}; restore the config.json "
-            "that belongs to them."
+            "that belongs to these tensors."
         )
 
 
@@ -111,5 +111,5 @@ def _check_target(user: str, raw: Fields, wanted: Fields) -> None:
         if raw.get(name) != value:
             raise ValueError(
                 f"{user} was made for a target whose {name} is {raw.get(name)!r}, but this target's is {value!r}; "
-                "use one that was trained for this target."
+                "use a drafter that was trained for this target."
             )

@@ -1,4 +1,4 @@
-"""PaSS: the target reads vectors in place of the tokens after the sequence, and predicts the tokens there."""
+"""PaSS: the target reads vectors at the positions after the sequence, and predicts the tokens at these positions."""
 
 import functools
 import numbers
@@ -38,7 +38,7 @@ class _Ahead:
 
 @pytree
 class _Guesses(AutoregressiveDrafter[_Ahead, tuple[_Ahead, Array]]):
-    """A chain of the tokens that the target predicts at the positions of the vectors."""
+    """A chain drafter that draws the tokens that the target predicts at the vectors' positions."""
 
     vocab_size = None
 
@@ -63,8 +63,8 @@ class PassDrafter(InOwnFiles, NoPrefill[_Ahead]):
     The target reads trained vectors at these positions. Only these look-ahead embeddings are trained (Monea et al.
     2023, "PaSS: Parallel Speculative Sampling"). The paper drafts in one pass and verifies in another; here a single
     pass does both. The target reads the M vectors after the last token and after each of the M draft tokens, so the
-    next draft is ready whatever is accepted. A pass has M + (M + 1) M tokens besides the last one, and M of them can be
-    accepted. The first round after the prompt drafts nothing. A draft token does not depend on the ones before it.
+    next draft is ready whatever is accepted. A pass has M + (M + 1) M tokens besides the last token, and M of them can
+    be accepted. The first round after the prompt drafts nothing. A draft token does not depend on earlier draft tokens.
 
     Attributes:
         embeddings: ``[M, E]``.

@@ -38,32 +38,33 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
 
     `propose` draws a chain from these distributions, and `jspec.TreeDrafter` draws a tree. `carry`, a pytree, is the
     drafter's memory within a draft. A drafter that also keeps a state between rounds defines its own `init`, `end` and
-    `keep`. For a type checker, ``AutoregressiveDrafter[State, Carry]`` declares the types of both; an empty state is
-    ``tuple[()]``.
+    `keep`. For a type checker, ``AutoregressiveDrafter[State, Carry]`` declares the types of the state and the carry;
+    an empty state is ``tuple[()]``.
     """
 
     @default
     def unrolled(self) -> bool:
-        """Whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with it.
+        """Whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with depth.
 
-        This suits a small number of steps that differ. All steps then run, whatever the row's draft length.
+        This suits a small number of steps that differ from each other. All steps then run, whatever a row's draft
+        length.
         """
         return False
 
     def begin(self, state: State, context: Context, tree: Tree) -> tuple[Array, Carry]:
         """Return the next token's logits ``[B, V]``, and a carry with space for a draft of shape `tree`.
 
-        A row of logits that are all -inf means "no guess".
+        If all of a row's logits are -inf, the row drafts nothing.
         """
         raise NotImplementedError
 
     def extend(self, carry: Carry, tokens: Array, level: Level, context: Context) -> tuple[Array, Carry]:
-        """Read the draft tokens ``int32[B, S]`` of a level; return logits ``[B, S, V]`` after each, and the carry."""
+        """Read a level's draft tokens ``int32[B, S]``; return the logits ``[B, S, V]`` after each, and the carry."""
         raise NotImplementedError
 
     def end(self, carry: Carry) -> State:
         """Return the state after the draft."""
-        return cast(State, ())  # a drafter with another state has its own `end`
+        return cast(State, ())  # a drafter whose state is not empty overrides `end`
 
     def keep(self, state: State, start: Array, path: Array) -> State:
         """Return the state with only the entries of an accepted path.
@@ -134,7 +135,7 @@ def _unrolled(
     carried: _Carried[Carry],
     ks: Array,
 ) -> tuple[_Carried[Carry], tuple[Array, Array]]:
-    """Run `lax.scan` over 1, 2, ..., without a loop."""
+    """Do the same as `lax.scan` over 1, 2, ..., without a loop."""
     first, drawn = carried[1], list[tuple[Array, Array]]()
     for k in range(1, ks.size + 1):
         carried, one = advance(carried, k)
@@ -149,7 +150,7 @@ def _scan_while_continued(
     carried: _Carried[Carry],
     ks: Array,
 ) -> tuple[_Carried[Carry], tuple[Array, Array]]:
-    """Run `lax.scan` over 1, 2, ..., but stop when no row continues. The outputs of later steps are 0."""
+    """Do the same as `lax.scan` over 1, 2, ..., but stop when no row continues. The outputs of later steps are 0."""
     first = carried[1]
     outputs = _zeros(ks.size, first.token), _zeros(ks.size, first.probs)
     if ks.size == 0:  # nothing can be stored in an empty array, not even in a loop that never runs

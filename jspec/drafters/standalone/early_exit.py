@@ -25,11 +25,11 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
 
     It reads the target's cache of the sequence. The draft's own keys and values are stored separately until the round
     ends. Early exit follows Elhoushi et al. 2024, LayerSkip; `skipped` follows Zhang et al. 2024, Draft & Verify. If a
-    model was not trained for early exit, its draft agrees with it only if few layers are missing.
+    model was not trained for early exit, its draft agrees with the full model only if few layers are left out.
 
     Attributes:
         num_layers: the number of initial layers to run; at most the target's number of layers.
-        skipped: the indices of layers to leave out among these.
+        skipped: the indices of the initial layers to skip.
     """
 
     num_layers: int
@@ -45,7 +45,7 @@ class EarlyExitDrafter(AutoregressiveDrafter[tuple[()], tuple[KVCache, Array]]):
             if isinstance(i, bool) or not isinstance(i, numbers.Integral) or not 0 <= i < self.num_layers:
                 raise ValueError(f"skipped holds {i!r}; expected layer indices from 0 to {self.num_layers - 1}.")
         if not self.layers:
-            raise ValueError(f"skipped leaves none of the {self.num_layers} layers; skip fewer.")
+            raise ValueError(f"skipped leaves none of the {self.num_layers} layers; skip fewer layers.")
 
     @property
     def layers(self) -> tuple[int, ...]:

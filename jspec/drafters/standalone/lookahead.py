@@ -17,7 +17,7 @@ from jspec.drafters.drafts import one_hot_draft
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
-# The number of n-grams that a row stores: those of about 800 rounds with a window of 5.
+# The number of n-grams that a row stores: as many as about 800 rounds add with a window of 5.
 _POOL = 4096
 
 
@@ -27,8 +27,8 @@ class _State:
 
     Attributes:
         window: ``int32[B, N - 1, W]``, the target's predictions from the last N - 1 rounds. Each column is about one
-            position further ahead than the previous column, and each row about one position after the previous row. -1
-            before the first round.
+            position further ahead than the previous column, and each row about one position after the previous row. All
+            entries are -1 before the first round.
         pool: ``int32[B, M, N]``, the n-grams from these predictions, newest first; -1 in empty entries.
     """
 
@@ -43,8 +43,8 @@ class LookaheadDrafter(NoPrefill[_State]):
 
     In Fu et al. 2024, the pass that verifies also reads a window of tokens, N - 1 at each of the next W positions.
     These are not draft tokens. They are the tokens that the target itself predicted in the last N - 1 rounds, at all
-    positions at once (Jacobi iteration, section 3.1). The target's predictions after them become the window's newest
-    tokens. Each column of the window is an n-gram, which is added to a pool (section 3.2).
+    positions at once (Jacobi iteration, section 3.1). The target's predictions after these tokens become the window's
+    newest tokens. Each column of the window is an n-gram and is added to a pool (section 3.2).
 
     The draft consists of the pool's n-grams that start with the sequence's last token, followed by the tokens that came
     after earlier occurrences of that token in the sequence. All of them depend only on data from before the round.

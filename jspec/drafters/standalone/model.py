@@ -33,14 +33,15 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 
     @classmethod
     def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
-        """Load the model from a directory or a hub id, as `jspec.load` does; `target` is not used."""
+        """Load the model from a local directory or a Hugging Face repo id with `jspec.load`; `target` is not used."""
         return cls(load(path, dtype))
 
     def save(self, path: str | Path, tokenizer: str | Path | None = None) -> Path:
         """Write the model to a new Hugging Face directory: config.json and model.safetensors.
 
         Args:
-            tokenizer: a directory, GGUF file or hub id whose tokenizer files are copied, such as the target's.
+            tokenizer: a directory, GGUF file or Hugging Face repo id whose tokenizer files are copied, such as the
+                target's.
 
         Raises:
             convert.CheckpointError: `path` exists or cannot be written, or no config.json can describe the model
@@ -70,8 +71,8 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     def begin(self, state: KVCache, context: Context, tree: Tree) -> tuple[Array, KVCache]:
         """Read all tokens that may be unread, in one pass.
 
-        If the whole draft was accepted, the cache lacks its last token, which was drawn but never read. Reading it here
-        costs a few additional rows. A separate pass would read all weights again.
+        If the whole draft was accepted, the cache lacks the last draft token, which was drawn but never read. Reading
+        it here costs a few additional rows. A separate pass would read all weights again.
         """
         block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
         # A row shorter than the block writes slots past its end. Later steps overwrite them before they are read.
@@ -95,7 +96,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 
 
 def as_drafter(draft: object) -> Drafter[PyTree]:
-    """Return what a caller passes as a draft as a `Drafter`: a model in a `ModelDrafter`, another object in an adapter.
+    """Convert a caller's draft to a `Drafter`: wrap a model in a `ModelDrafter`, and any other object in an adapter.
 
     Raises:
         TypeError: `draft` is a class.
@@ -112,7 +113,7 @@ def positions(target: LanguageModel, draft: object) -> int:
 
 
 def as_part(name: str, draft: object, forwards_signals: bool = False) -> Drafter[PyTree]:
-    """Return `draft` as a drafter that can be part of a combined chain drafter, which calls it `name`.
+    """Convert `draft` to a drafter that can be part of a combined chain drafter. Error messages call it `name`.
 
     Args:
         forwards_signals: whether the combined drafter forwards the values that it receives from the target.
@@ -129,8 +130,8 @@ def as_part(name: str, draft: object, forwards_signals: bool = False) -> Drafter
     embeds = embeddings_of(drafter) is not None
     if embeds or (not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))):
         raise TypeError(
-            f"{name} is of type {kind_of(drafter)}, which needs more from the target than tokens, but a "
-            f"{'combined drafter' if embeds else 'CascadeDrafter'} does not pass it on; use it by itself"
+            f"{name} is of type {kind_of(drafter)}, which needs values other than tokens from the target, but a "
+            f"{'combined drafter' if embeds else 'CascadeDrafter'} does not forward these values; use {name} by itself"
             f"{'' if embeds else ', or in a FallbackDrafter'}."
         )
     return drafter

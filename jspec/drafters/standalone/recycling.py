@@ -1,4 +1,4 @@
-"""Token recycling: when a token recurs, draft the tokens that the target ranked as most likely after it before."""
+"""Token recycling: when a token recurs, draft the tokens that the target ranked highest after its last occurrence."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jspec.theory.tree_yield import best_tree
 # The rough frequency with which the target's token had each rank, in 96 rounds of SmolLM2's greedy answers.
 _ACCEPTANCE = (0.45, 0.13, 0.05, 0.03, 0.015, 0.01, 0.01, 0.005)
 _MAX_DEPTH = 6
-# The number of table rows to keep, which is the number written by 124 rounds with 32 nodes.
+# The number of table rows to keep: as many as 124 rounds with 32 nodes write.
 _ROWS = 4096
 
 
@@ -42,8 +42,8 @@ class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
     """A tree drafter without a model: after a token it drafts the tokens that the target last ranked highest there.
 
     In Luo et al. 2024, every pass of the target returns the eight most likely tokens after each node of the tree,
-    whether the node is accepted or not. They form one row of a token adjacency matrix. The next tree is read from the
-    matrix: a node's child of rank r has the token of rank r (sections 3.2 and 3.3).
+    whether the node is accepted or not. Each node's eight tokens form one row of a token adjacency matrix. The next
+    tree is read from the matrix: a node's child of rank r has the token of rank r (sections 3.2 and 3.3).
 
     Here the matrix is a list of the most recently written rows, at most 4,096 per request. The list starts empty. If it
     has no row for a token, the child is the token that last followed that token in the sequence. Therefore all nodes
@@ -96,7 +96,7 @@ class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
     def commit(
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, signals: TargetSignals
     ) -> tuple[_Table, Array]:
-        """Insert the rows of all nodes before those of earlier rounds. If nodes share a token, the first one counts."""
+        """Insert the rows of all nodes before earlier rounds' rows. If nodes share a token, the first node counts."""
         likeliest = signals.likeliest
         assert likeliest is not None, "the drafter has num_likeliest"
         table, last = state
@@ -119,7 +119,7 @@ def _best(num_nodes: int) -> Tree:
 def _followers(table: _Table, tokens: Array, context: Context) -> Array:
     """Return the tokens after ``tokens[B, S]``, ``int32[B, S, R]``, from the table or otherwise from the sequence.
 
-    The sequence supplies only one token, the one that last followed.
+    The sequence supplies only one token: the one that followed the most recent occurrence.
     """
     same = tokens[..., None] == table.tokens[:, None]
     row = jnp.take_along_axis(table.followers, jnp.argmax(same, axis=-1)[..., None], axis=1)

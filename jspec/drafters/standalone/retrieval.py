@@ -34,8 +34,8 @@ _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")
 class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     """A drafter that finds the longest matches of the row's last tokens in a corpus, and drafts their continuations.
 
-    `from_tokens` builds one. A token's probability is the frequency with which it followed, among the matches that
-    agree with the draft so far. If no such match remains, the row proposes nothing. If there are more than
+    `from_tokens` builds such a drafter. A token's probability is its frequency as the next token, among the matches
+    that agree with the draft so far. If no such match remains, the row proposes nothing. If there are more than
     `num_matches` matches, a sample of them is used.
 
     Attributes:
@@ -44,8 +44,8 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
             random order.
         max_ngram: the largest number of tokens to compare.
         min_ngram: the smallest number of tokens that must match.
-        num_matches: M, the number of positions to examine, which surround the sort position of the row's last tokens in
-            `order`.
+        num_matches: M, the number of entries of `order` to examine, around the index where the row's last tokens would
+            be inserted.
     """
 
     tokens: Array
@@ -67,7 +67,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     def from_tokens(
         cls, tokens: ArrayLike, vocab_size: int, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
     ) -> "RetrievalDrafter":
-        """Return a drafter for the corpus ``tokens int[N]``. Separate its documents by the EOS token.
+        """Return a drafter for the corpus ``tokens int[N]``, whose documents should be separated by the EOS token.
 
         Raises:
             ValueError: there are no tokens, tokens are outside the vocabulary, or sizes are invalid.
@@ -82,7 +82,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         """Return logits and the carry.
 
         The carry is ``int32[B, S, M, K]``: the tokens after each match, or -1 if the match is ruled out or the corpus
-        ends. It has an entry for each of a level's S tokens, because the tokens before them differ.
+        ends. Each of the S tokens in a level has its own entry, because their prefixes differ.
         """
         at = context.lengths[:, None] - 1 - jnp.arange(self.max_ngram)[None]
         last = jnp.where(at >= 0, jnp.take_along_axis(context.tokens, jnp.maximum(at, 0), axis=1), -1)
@@ -135,7 +135,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return _read(self.tokens, positions[..., None] - 1 - back)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the drafter to a safetensors file. The file appears complete or not at all.
+        """Atomically write the drafter to a safetensors file.
 
         Raises:
             FileNotFoundError: the directory does not exist.
@@ -180,7 +180,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
 
 
 class _SafeOpen(Protocol):
-    """The methods that are used of an open safetensors file, which has no types of its own."""
+    """The methods that are called on an open safetensors file, which has no type annotations."""
 
     def metadata(self) -> dict[str, str] | None: ...
 
@@ -198,16 +198,16 @@ def _read(tokens: Array, positions: Array) -> Array:
 
 
 def _common(before: Array, last: Array) -> Array:
-    """Return the length of the common prefix of ``before[..., n]`` and ``last[n]``; -1 is not a token."""
+    """Return the length of the common prefix of ``before[..., n]`` and ``last[n]``; -1 never matches."""
     index, last = (lax.broadcast_to_rank(part, before.ndim) for part in (jnp.arange(last.size), last))
     return jnp.min(jnp.where((before != last) | (last < 0), index, last.size), axis=-1)
 
 
 def _sorted(tokens: np.ndarray, max_ngram: int) -> np.ndarray:
-    """Return `RetrievalDrafter.order`, by prefix doubling (Manber, Myers 1990).
+    """Return `RetrievalDrafter.order`, computed by prefix doubling (Manber, Myers 1990).
 
     The order by the last w tokens determines the order by the last 2 w. Equal contexts are in random order, so the few
-    that are examined are a fair sample of all of them.
+    contexts that are examined are a fair sample.
     """
     rank = np.pad(tokens[:-1].astype(np.int64) + 1, (1, 0))
     width = 1

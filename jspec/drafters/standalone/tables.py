@@ -1,4 +1,4 @@
-"""Drafters from token counts: unigrams, or bigrams given the last token (Leviathan et al. 2023, 3.6 and 4.2)."""
+"""Drafters that use token counts: unigrams and bigrams (Leviathan et al. 2023, sections 3.6 and 4.2)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,7 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     def from_tokens(cls, tokens: ArrayLike, vocab_size: int, smoothing: float = 1.0) -> "UnigramDrafter":
         """Return a drafter with the token frequencies of ``tokens int[N]``.
 
-        `smoothing` is a number of additional tokens that are spread evenly over the vocabulary.
+        `smoothing` is the total pseudo-count, which is spread evenly over the vocabulary.
 
         Raises:
             ValueError: there are no tokens, tokens are outside the vocabulary, or smoothing is not positive.
@@ -48,7 +48,7 @@ class UnigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
 
 @pytree
 class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
-    """A drafter with a distribution for each last token.
+    """A drafter whose distribution depends only on the previous token.
 
     Attributes:
         logits: ``float32[V, V]``, log-probabilities of the next token after each token.
@@ -60,7 +60,7 @@ class BigramDrafter(AutoregressiveDrafter[tuple[()], tuple[()]]):
     def from_tokens(cls, tokens: ArrayLike, vocab_size: int, smoothing: float = 1.0) -> "BigramDrafter":
         """Return a drafter with the bigram frequencies of ``tokens int[N]``.
 
-        `smoothing` is a number of additional tokens after each token. They are distributed like the corpus as a whole
+        `smoothing` is the total pseudo-count added to each row of the table, distributed like the unigram frequencies
         (`UnigramDrafter`).
 
         Raises:

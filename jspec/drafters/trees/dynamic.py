@@ -50,10 +50,10 @@ class _Pool:
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicTreeDrafter(WrapperDrafter[_State]):
-    """A tree drafter that searches with `draft`, in every round and row, for the `num_nodes` most likely nodes.
+    """A drafter that builds a new tree for each row in each round: the `num_nodes` most likely nodes under `draft`.
 
-    The search goes level by level. Among the children of `width` nodes, the `width` most likely ones are read next (Li
-    et al. 2024, EAGLE-2; Wang et al. 2024, OPT-Tree). The search knows the noise with which the target will draw, so it
+    The search goes level by level. Among the children of `width` nodes, the `width` most likely are read next (Li et
+    al. 2024, EAGLE-2; Wang et al. 2024, OPT-Tree). The search knows the noise with which the target will draw, so it
     can predict the drawn token at any temperature. Therefore only the rule "coupled" can verify the tree. In greedy
     decoding, "most likely" means most likely under the draft's own distribution.
 
@@ -95,7 +95,7 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
         return DynamicTree(None, int(self.num_nodes), int(self.max_depth))
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _State:
-        """Return the state of `draft`, the start of the last tree ``int32[B]``, and the slot of each of its nodes."""
+        """Return the state of `draft`, the start of the last tree ``int32[B]``, and the slot of each tree node."""
         batch, more = len(tokens), max(0, self.width * (self.max_depth - 1) - self.num_nodes)
         slots = jnp.zeros((batch, self.num_nodes + 1), jnp.int32)
         return (
@@ -140,7 +140,7 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
         return draft, (self.inner.end(carry), context.lengths - 1, slots)
 
     def commit(self, state: _State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _State:
-        """Keep only the accepted path in the state that `draft` has of its search."""
+        """Keep only the accepted path, and not the rest of the search, in the state of `draft`."""
         inner, start, slots = state
         assert verdict.path is not None, "rules that do not support trees are rejected"
         # A node that was not read is the last one on its path, and will be read later.

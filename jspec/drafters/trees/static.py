@@ -26,10 +26,10 @@ from jspec.drafters.standalone.model import as_drafter
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["draft"], meta_fields=["tree", "replacement"])
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(WrapperDrafter[tuple[PyTree, Array]]):
-    """A fixed-shape tree drafter: it draws each node's children from the distribution of `draft` at that node.
+    """A fixed-shape tree drafter that draws each node's children from the distribution of `draft` at that node.
 
-    Children are drawn one after another. Each is drawn from the distribution without the tokens of its earlier
-    siblings, renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024,
+    Children are drawn one after another. Each is drawn from the distribution without its earlier siblings' tokens,
+    renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024,
     Sequoia). If no probability remains, as in greedy decoding, the next child is the most likely of the other tokens,
     with a one-hot distribution. Under the rule "coupled", all siblings are drawn with the target's own noise, so they
     are the tokens that the target is most likely to draw.
@@ -82,7 +82,7 @@ class TreeDrafter(WrapperDrafter[tuple[PyTree, Array]]):
     def commit(
         self, state: tuple[PyTree, Array], draft: Draft, verdict: Verdict, signals: TargetSignals
     ) -> tuple[PyTree, Array]:
-        """Keep only the accepted path in the state that `draft` has of the tree."""
+        """Keep only the accepted path, and not the rest of the tree, in the state of `draft`."""
         inner, start = state
         inner = inner if verdict.path is None else self.inner.keep(inner, start, verdict.path)
         return self.inner.commit(inner, draft, verdict, signals), start
@@ -114,7 +114,7 @@ def as_branching(draft: object) -> AutoregressiveDrafter[PyTree, PyTree]:
     drafter = as_drafter(draft)
     if isinstance(drafter, Drafter) and not isinstance(drafter, AutoregressiveDrafter):
         raise TypeError(
-            f"draft is of type {kind_of(drafter)}, which cannot branch, because it does not give the "
+            f"draft is of type {kind_of(drafter)}, which cannot branch, because it does not return the "
             "distribution after a token; use a jspec.drafters.AutoregressiveDrafter."
         )
     return cast(AutoregressiveDrafter[PyTree, PyTree], drafter)
@@ -126,7 +126,8 @@ def _siblings(noise: Array, probs: Array, spare: Array | None, count: int, repla
     Args:
         noise: ``float32[B, S, count, 2, W]``.
         probs: ``float32[B, S, V]``, the distribution after each node.
-        spare: `probs` without filters, which supplies the most likely tokens once `probs` has no probability left.
+        spare: the unfiltered distribution. Once `probs` has no mass left, the most likely remaining token under `spare`
+            is drawn.
 
     Returns:
         ``int32[B, S, count]``, and ``float32[B, S, count, V]``.
