@@ -1,5 +1,5 @@
 # pyright: reportIncompatibleVariableOverride=false
-"""The base class of acceptance rules, and the adapter around rules that do not derive from it."""
+"""The base class of acceptance rules, and the adapter for rules that do not derive from it."""
 
 import dataclasses
 from typing import ClassVar, Protocol, cast
@@ -10,16 +10,16 @@ from jspec.core.types import Adapter, Draft, Verdict
 
 
 class Rule:
-    """An acceptance rule. It is hashable, because it is a static argument of the program.
+    """An acceptance rule. Rules are hashable, because they are static arguments of the program.
 
     A rule defines `exact`, `shares_noise` and `accept`. It need not derive from this class.
 
     Attributes:
         exact: whether the output follows the target's distribution for every draft.
         shares_noise: whether drafts are sampled with the same noise that the target uses to sample its own tokens.
-        branches: whether the rule can verify a tree. By default it gets chains only.
+        branches: whether the rule can verify a tree. By default, a rule verifies only chains.
         independent: whether siblings must be sampled independently of each other, from one distribution. A drafter
-            declares that with its attribute `replacement`. A drafter that samples in any other way is rejected.
+            declares this with its `replacement` attribute; any other drafter is rejected.
     """
 
     exact: ClassVar[bool]
@@ -83,5 +83,5 @@ class _DuckRule(Rule, Adapter):
 
 
 def as_rule(rule: object) -> Rule:
-    """Return `rule` as a `Rule`, in an adapter unless it derives from that class."""
+    """Return `rule` if it is a `Rule`; otherwise return an adapter around it."""
     return rule if isinstance(rule, Rule) else _DuckRule(cast(_RuleMethods, rule))

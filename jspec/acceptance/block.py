@@ -1,4 +1,4 @@
-"""Block verification, which verifies a chain as a whole."""
+"""Block verification of a chain as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -55,10 +55,10 @@ def block_weights(draft: Draft, target_probs: Array) -> Array:
 
 
 def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
-    """Return ``[B, K]``, the probability of accepting the first i = 1 .. K draft tokens, given that no more are.
+    """Return ``[B, K]``, the probability of accepting i = 1 .. K draft tokens if no longer prefix is accepted.
 
-    For i < K it is ``l / (l + 1 - w_i)``, where ``l = sum_x max(w_i p(x) - q(x), 0)`` at the position after them. For
-    i = K it is w_K (Sun et al. 2024, algorithm 2).
+    For i < K it is ``l / (l + 1 - w_i)``, where ``l = sum_x max(w_i p(x) - q(x), 0)`` at the next position. For i = K
+    it is w_K (Sun et al. 2024, algorithm 2).
     """
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]

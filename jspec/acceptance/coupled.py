@@ -22,7 +22,7 @@ class Coupled(Rule):
     they match. The output is therefore the same, token for token, as that of `jspec.generate` for the same key,
     whatever the draft, its tree and K. Only rounding in the logits can change it.
 
-    On a chain this rule accepts less than `Rejection`, whose coupling is optimal. If each token of the vocabulary had
+    On a chain this rule accepts fewer tokens than `Rejection`, whose coupling is optimal. If each vocabulary token had
     one random number, the acceptance rate would be at least ``(1 - d) / (1 + d)``, where d is the total variation
     distance between p and q. In jspec it may be lower, because sampling a token takes two draws
     (`jspec.core.probs.sample_with_noise`).
@@ -45,7 +45,7 @@ def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
         noise = jnp.take_along_axis(noise, depths[..., None, None], axis=1)
     # Like plain decoding, sample from `residual` without a draft: p, normalised, without mass at non-finite entries.
     drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
-    # A distribution without mass gives token 0, which must not be accepted. A draft token may not match its `probs`.
+    # A distribution without mass yields token 0, which must not be accepted. Nor must a token with non-finite `probs`.
     kept = is_guess(draft) & (draft.tokens == at_parents(drawn, tree))
     kept &= at_tokens(at_parents(target_probs, tree), draft.tokens) > 0
     if draft.probs is not None:

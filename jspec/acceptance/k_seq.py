@@ -1,4 +1,4 @@
-"""K-SEQ, a rule with one shared bound for siblings that were sampled independently of each other."""
+"""K-SEQ, a rule with a shared bound for siblings that were sampled independently of each other."""
 
 import dataclasses
 from typing import ClassVar, cast
@@ -79,7 +79,7 @@ def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Arr
 
 
 def law_behind_all(end: Array, taken: Array, target_probs: Array) -> Array:
-    """Return the distribution ``[B, V]`` after the node ``end[B]``, if no child of it is accepted: p minus `taken`."""
+    """Return the distribution ``[B, V]`` after node ``end[B]`` if none of its children is accepted: p minus `taken`."""
     p, taken = (jnp.take_along_axis(values, end[:, None, None], axis=1)[:, 0] for values in (target_probs, taken))
     return residual(p, taken)
 
@@ -112,7 +112,7 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
 
 
 def expected_turns(p: Array, q: Array, count: Array, factor: Array, most: int) -> Array:
-    """Return ``1 + r + ... + r^(k-1)``, the mean number verified of ``count[...]`` children. See `shared_factor`."""
+    """Return ``1 + r + ... + r^(k-1)``, the mean number of verified children among ``count[...]`` (`shared_factor`)."""
     refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # exactly 0 for p = q, unlike one minus the rest
     turns, power = jnp.zeros_like(refused), jnp.ones_like(refused)
     for rank in range(most):

@@ -57,8 +57,8 @@ class Lenient(Rule):
 class Typical(Rule):
     """Typical acceptance: accept x if ``p(x) > min(epsilon, delta exp(-H(p)))``, where H is the entropy (Medusa).
 
-    In a tree, the rule accepts the longest branch whose tokens all pass (Cai et al. 2024, section 3.2). Its distortion
-    is that of `accept_longest`.
+    In a tree, the rule accepts the longest branch whose tokens all pass (Cai et al. 2024, section 3.2). See
+    `accept_longest` for the distortion in a tree.
 
     Attributes:
         epsilon: a probability in (0, 1]. Tokens above it are always accepted.
@@ -88,7 +88,7 @@ class Typical(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Rule):
-    """Top-k acceptance: accept the target's k most likely tokens, and any that tie with the last of them."""
+    """Top-k acceptance: accept the target's k most likely tokens, and any tokens that tie with the k-th."""
 
     k: int
     exact: ClassVar[bool] = False
@@ -125,7 +125,7 @@ class Relaxed(Rule):
     This is the relaxed verification of SpecDec (Xia et al. 2023, section 3.2, which uses beta = 3 to 5 and tau = 1).
 
     Attributes:
-        beta: the number of tokens, at least 1. Tokens that tie with the last of them are included.
+        beta: the number of tokens, at least 1. Tokens that tie with the last one are included.
         tau: the largest ``log max p - log p(x)``, above 0.
     """
 
@@ -164,7 +164,7 @@ def accept_longest(
     with probability e are at most e apart. The distortion at a single position is not a bound.
 
     Args:
-        keys, start, draft, target_probs: as for `jspec.rules.Rule.accept`.
+        keys, start, draft, target_probs: same as in `jspec.rules.Rule.accept`.
         keeps: a function that maps ``p[..., V]`` to the accepted set ``bool[..., V]``.
     """
 

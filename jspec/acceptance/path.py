@@ -10,7 +10,7 @@ from jspec.core.types import Draft, Verdict
 
 
 class Path(NamedTuple):
-    """A round's path: the accepted draft tokens and the token after them. In a tree, these are on one branch.
+    """A round's path: the accepted draft tokens (in a tree, all on one branch) and the token after them.
 
     Attributes:
         tokens: ``int32[B, K + 1]``: the accepted tokens, the token after them, and arbitrary values. K is the draft's
@@ -66,5 +66,5 @@ def num_guessed(draft: Draft) -> Array:
 
 
 def whole_branches(draft: Draft) -> Array:
-    """Return ``bool[B, N]``: the nodes that hold a draft token and whose ancestors all hold one, too."""
+    """Return ``bool[B, N]``: whether each node and all its ancestors hold a draft token."""
     return (is_guess(draft)[:, None, :] | ~above(draft.topology)).all(-1)

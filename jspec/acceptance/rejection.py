@@ -50,7 +50,7 @@ def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, 
     p, this is speculative sampling. A larger bound at any token makes the rule lossy.
 
     Args:
-        keys, start, draft, target_probs: as for `Rule.accept`.
+        keys, start, draft, target_probs: same as in `Rule.accept`.
         bound: ``float32[B, K, V]``, the bound for every token at each position.
     """
     uniforms = uniform(stream(keys, positions_from(start, draft.tokens.shape[1]), Purpose.ACCEPT))

@@ -46,14 +46,14 @@ def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array,
     """Return the node where traversal verification ends, ``int32[B]``, and the distribution ``[B, V]`` after it.
 
     Each node is verified after all nodes below it. A node has a weight w, the share of its branch's mass that the
-    target can accept. It also has p, the part of the target's distribution after it that remains. Each child x with
+    target can accept. It also has p, the remaining part of the target's distribution after the node. Each child x with
     distribution q gets the weight ``min(1, w p(x) / q(x))``. If neither the child nor any node below it is accepted,
     ``z = max(w p - q, 0)`` remains, with mass s. Then p becomes ``z / s`` and w becomes ``s / (s + 1 - w)``. Finally
     the node is accepted with probability w. Node 0 is always accepted (Weng et al. 2025, algorithm 3).
 
     Args:
         uniforms: ``[B, N]`` in [0, 1), one per node.
-        draft, target_probs: as for `kept_in_turn`.
+        draft, target_probs: same as in `kept_in_turn`.
     """
     tree, batch = draft.static_tree, len(draft.tokens)
     end, behind, done = jnp.zeros(batch, jnp.int32), jnp.zeros_like(target_probs[:, 0]), jnp.zeros(batch, bool)

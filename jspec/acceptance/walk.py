@@ -35,7 +35,7 @@ def at_parents(values: Array, tree: AnyTree) -> Array:
 
 
 def follow(kept: Array, tree: AnyTree) -> tuple[Array, Array]:
-    """Follow the accepted draft tokens from node 0, taking the first accepted one among siblings.
+    """Follow the accepted draft tokens from node 0, taking the first accepted sibling at each depth.
 
     Args:
         kept: ``bool[B, N]``, whether each draft token is accepted.
