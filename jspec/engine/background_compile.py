@@ -48,5 +48,5 @@ class Compiler:
             _LOG.error("A program could not be compiled.", exc_info=error)
 
     def close(self) -> None:
-        """Cancel the steps that have not started. Do not wait for the running one."""
+        """Cancel the steps that have not started. Do not wait for the running step."""
         self._thread.shutdown(wait=False, cancel_futures=True)

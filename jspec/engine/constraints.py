@@ -38,7 +38,7 @@ class Matcher(Protocol):
         ...
 
     def consume(self, token: int) -> bool:
-        """Advance by `token`. Return False, and do not advance, if it may not follow."""
+        """Advance by `token`. If `token` may not follow, return False and do not advance."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -161,14 +161,14 @@ class Constraints:
         self._numbers = itertools.count(1)
 
     def add(self, make: Constraint) -> int:
-        """Start following a new request's constraint, and return its number."""
+        """Start tracking a new request's constraint, and return its number."""
         active = _ActiveConstraint(make, self._vocab_size)
         number = next(self._numbers)  # counts only the constraints that could be created, as a journal does
         self._active[number] = active
         return number
 
     def drop(self, number: int) -> None:
-        """Stop following a constraint, and release it."""
+        """Stop tracking a constraint, and release it."""
         if active := self._active.pop(number, None):
             active.source.close()
 
@@ -182,7 +182,7 @@ class Constraints:
         return self._active[number].error if number else None
 
     def why_nothing_follows(self, number: int, text: Sequence[int]) -> ConstraintError:
-        """Return an error that says why no token may follow `text`, a constrained request's new tokens."""
+        """Return an error that explains why no token may follow `text`, a constrained request's new tokens."""
         active = self._active[number]
         active.attempt(active.source.ask, text, (), ())
         masks = None if active.error else active.attempt(active.source.masks)

@@ -35,13 +35,13 @@ _MAX_TOP = 20  # maximum number of top log-probabilities per token, the same as 
 
 
 class Engine:
-    """A continuous-batching engine: requests join and leave a batch, decoded as by `jspec.speculative_generate`.
+    """A continuous-batching engine: requests join and leave a batch that decodes as `jspec.speculative_generate` does.
 
     Args:
         target: the model whose distribution the output follows.
         draft: a draft model or a drafter; None for plain decoding. The engine uses the weights that both models have
-            when it is created. After either model's weights change, the engine rejects requests. Create a new engine
-            then; it reuses the compiled programs.
+            when it is created. If either model's weights change later, the engine rejects requests. Then create a new
+            engine; it reuses the compiled programs.
         slots: the number of requests to decode at once. Other requests wait.
         max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
             default is 1,024, or the models' number of positions if that is less.
@@ -50,14 +50,15 @@ class Engine:
             tree or nothing.
         accept: the acceptance rule for requests without a key.
         max_waiting: the maximum number of waiting requests.
-        chunks: prefill chunk sizes in tokens, each at most `max_length`. They fix shapes.
+        chunks: prefill chunk sizes in tokens, each at most `max_length`. These sizes determine array shapes.
         read_tokens: the approximate number of prompt tokens to prefill between two calls while other requests decode.
         rounds: the maximum number of rounds in one call. New requests can start only between calls.
         call_seconds: the target duration of a call, in seconds. The engine chooses the number of rounds to match.
         journal: whether to record `device.commands`, so that the engine's work can be replayed.
 
     Raises:
-        ValueError, TypeError: as for `jspec.speculative_generate`, or there is not enough memory for the slots.
+        ValueError, TypeError: the arguments are invalid (see `jspec.speculative_generate`), or there is not enough
+            memory for the slots.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class Engine:
 
         Constrained requests wait in the queue until they can be decoded without drafts, or with one draft length.
         The persistent compilation cache does not store these programs, because they call back to the host for the
-        allowed tokens. The engine starts without waiting for them. They are traced in a separate thread, which sees
-        settings from `jax.config.update` but not from `with` statements.
+        allowed tokens. The engine starts without waiting for these programs. They are traced in a separate thread,
+        which sees settings from `jax.config.update` but not from `with` statements.
         """
         with self._wake:
             if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
@@ -147,7 +148,7 @@ class Engine:
     def submit(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.
 
-        `listen` should return quickly, because all requests wait for it. An error in it cancels only its own request.
+        `listen` should return quickly, because all requests wait for it. If it raises, only this request is cancelled.
 
         Raises:
             queue.Full: too many requests are waiting.
@@ -169,7 +170,7 @@ class Engine:
         return self._loop.running_requests
 
     def trouble(self) -> str:
-        """Return a sentence on why requests make no progress, or "". Time spent compiling does not count."""
+        """Return a sentence that says why requests make no progress, or "". Time spent compiling does not count."""
         if self._thread is not None and not self._thread.is_alive() and not self._closing:
             return "The engine's thread has ended."
         seconds = 0.0 if self.device.is_compiling else self._heartbeat.overdue
@@ -221,7 +222,7 @@ class Engine:
         return [active.result for active in active_requests]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
-        """Yield the result whenever it has grown. It is the same object each time.
+        """Yield the result, always the same object, whenever it has grown.
 
         Breaking out of the iterator cancels the request.
         """
@@ -244,7 +245,7 @@ class Engine:
                 self.cancel(active)
 
     def stream_sync(self, request: Request) -> Iterator[Result]:
-        """Yield results as `stream` does, on an engine that is not running. Decode in the thread that iterates.
+        """Yield results like `stream`, on an engine that is not running. Decoding happens in the calling thread.
 
         The engine chooses between at most two draft lengths, unless all programs have been compiled.
 
@@ -257,7 +258,7 @@ class Engine:
                 "The engine is running in its own thread; use its `stream`, or use the engine without `with`."
             )
         self.device.is_lazy = not self.device.is_compiled
-        self._loop.round_budget.exclude_time(math.inf)  # the time since another request
+        self._loop.round_budget.exclude_time(math.inf)  # the time since the previous request
         return self._stream_sync(self._make_active(request, lambda _: None))
 
     here = stream_sync  # the older name

@@ -1,8 +1,8 @@
 """Exported programs on disk, so that a later process neither traces nor lowers them again.
 
 JAX's persistent compilation cache stores compiled programs and finds them by their lowered form. Tracing and lowering
-takes Python about a second per program, and an engine has some twenty programs. This module stores the lowered forms
-(`jax.export`) in the directory of that cache. Like the compiled programs, they run unchecked.
+take Python about a second per program, and an engine has some twenty programs. This module stores the lowered forms
+(`jax.export`) in the cache's directory. Like the compiled programs, they run unchecked.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def _platform(leaves: list[_Leaf]) -> str:
 
 
 def _path(leaves: list[_Leaf], structure: Hashable, parts: tuple[object, ...]) -> Path | None:
-    """Return the file of a program, or None if it must not be stored."""
+    """Return the path of a program's file, or None if the program must not be stored."""
     config: Any = jax.config
     folder: str | None = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
     if not folder or "://" in folder or not jax.sharding.get_abstract_mesh().empty:
@@ -130,7 +130,7 @@ def _code() -> str | None:
     """Return a digest of the versions and the source code that programs are made from.
 
     Return None if there is no source code, or if a file has changed since this process began: the process may have
-    imported the file as it was before.
+    imported the old version.
     """
     digest = hashlib.sha256(repr((jax.__version__, jaxlib_version, flax.__version__)).encode())
     began = psutil.Process().create_time()
@@ -182,7 +182,7 @@ def _read(path: Path) -> _Stored | None:
 
 
 def _write(path: Path, exported: export.Exported, result: Hashable) -> None:
-    """Write a file that is complete whenever it has its name. Delete the oldest files if there are too many."""
+    """Atomically write a program's file. Delete the oldest files if there are too many."""
     try:
         content = pickle.dumps((result, bytes(exported.serialize(vjp_order=0))))
         path.parent.mkdir(parents=True, exist_ok=True)

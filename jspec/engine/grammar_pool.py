@@ -22,7 +22,7 @@ _NO_PROCESS = "No process for a grammar can be started now; try again later."
 
 
 class GrammarPool:
-    """A pool of processes that compile and follow grammars.
+    """A pool of processes that compile and evaluate grammars.
 
     Args:
         tokenizer: the contents of a tokenizer.json file.
@@ -40,7 +40,7 @@ class GrammarPool:
         self._server = _Server(self._setup)
 
     def compile(self, kind: str, text: str) -> "CompiledGrammar":
-        """Compile a "schema", "regular expression" or "grammar". Wait up to ten seconds.
+        """Compile `text`, waiting up to ten seconds. `kind` is "schema", "regular expression" or "grammar".
 
         Raises:
             ValueError: llguidance rejects the grammar, or compilation takes too much time or memory.
@@ -201,7 +201,7 @@ class CompiledGrammar:
         return self._server.is_alive
 
     def close(self) -> None:
-        """Create no more sources. The process ends with the last existing source."""
+        """Stop creating sources. The process ends with the last existing source."""
         with self._lock:
             self._is_closed = True
             if not self._sources:
@@ -245,7 +245,7 @@ class GrammarMasks(MaskSource):
             )
         if answer[:1] == b"-":
             raise ConstraintError(
-                f"The constraint cannot be followed after {self._num_sent} tokens: {answer[1:].decode()}; simplify it.",
+                f"The constraint failed after {self._num_sent} tokens ({answer[1:].decode()}); simplify it.",
                 "constraint_too_complex",
             )
         if len(answer) == 1:
@@ -264,7 +264,7 @@ class GrammarMasks(MaskSource):
         return None
 
     def close(self) -> None:
-        """End the process. A call that is still waiting for it gets no answer."""
+        """End the process. A call that is still waiting for an answer gets none."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(OSError):

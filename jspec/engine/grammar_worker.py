@@ -26,8 +26,8 @@ COMPILE_CPU_SECONDS = 5.0
 MEMORY = 512 * 2**20  # bytes, in addition to what a process uses before it compiles anything
 _SOON = 0.1  # seconds of compilation, after which other processes take priority
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
-# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. Other rows wait for
-# them. A typical mask takes less than a millisecond. The first ones, including a fork, take about four milliseconds.
+# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. Other rows must wait.
+# A typical mask takes less than a millisecond. The first masks, including a fork, take about four milliseconds.
 _BURST, _EACH = 0.1, 0.002
 _SIZE = struct.Struct("!I")
 Mask = TypeVar("Mask", covariant=True)
@@ -71,8 +71,8 @@ def tree_masks(
         drafted: the token of each node.
         parents: the parent of each node: 0 for the text and i for node i - 1.
         vocab_size: the vocabulary size. Ids at or above it are not text.
-        reset: a function that returns a matcher after the text and the given draft tokens, to replace one that failed
-            after a draft token. The text itself has not failed. That node's mask is b"", which allows nothing.
+        reset: a function that returns a matcher after the text and the given draft tokens, to replace a matcher that
+            failed after a draft token (never after the text). The failed node's mask is b"", which allows nothing.
     """
     masks: list[Mask | bytes | None] = [None] * (len(drafted) + 1)
     children: list[list[int]] = [[] for _ in masks]
@@ -109,7 +109,7 @@ class LLGuidance:
         self._matcher, self._num_bytes = matcher, num_bytes
 
     def copy(self) -> "LLGuidance":
-        """Return a copy in the same state. Both share the lexer's results."""
+        """Return a copy in the same state, which shares the lexer's results."""
         return LLGuidance(self._matcher.deep_copy(), self._num_bytes)
 
     def allowed(self) -> bytes:
@@ -128,7 +128,7 @@ class LLGuidance:
         return bits
 
     def consume(self, token: int) -> bool:
-        """Advance by `token`. Return False if it may not follow.
+        """Advance by `token`. Return False if `token` may not follow.
 
         Raises:
             RuntimeError: the grammar is too complex.

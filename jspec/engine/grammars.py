@@ -29,18 +29,18 @@ class _FastTokenizer(Protocol):
 class Grammars:
     """A factory of request constraints: ``Request(..., constraint=grammars.json_schema({...}))``.
 
-    Grammars are compiled and followed in separate processes with time and memory limits. A grammar that exceeds the
+    Grammars are compiled and evaluated in separate processes with time and memory limits. A grammar that exceeds the
     limits is rejected, or ends only its own request. (On Windows, everything runs in this process, without limits.) A
     grammar ends the output with an EOS token, which the request's `eos_ids` should include.
 
     Args:
-        tokenizer: the target's tokenizer: one from jspec, or a fast one from transformers.
+        tokenizer: the target's tokenizer: a jspec tokenizer, or a fast tokenizer from transformers.
         vocab_size: the target's vocabulary size.
         eos_ids: the tokens that may end an output. The default is the tokenizer's EOS token.
 
     Raises:
         ModuleNotFoundError: llguidance is not installed.
-        ValueError: there is no EOS token, or the tokenizer has more tokens than the target.
+        ValueError: there is no EOS token, or the tokenizer has more tokens than the target's vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int] = ()):
@@ -48,7 +48,7 @@ class Grammars:
             raise ModuleNotFoundError("Grammars need llguidance: pip install llguidance.")
         ends = [i for i in (*eos_ids, *([] if eos_ids else [tokenizer.eos_token_id])) if i is not None]
         if not ends:
-            raise ValueError("The tokenizer has no EOS token, which a grammar needs to end the output; give eos_ids.")
+            raise ValueError("The tokenizer has no EOS token, which a grammar needs to end the output; pass eos_ids.")
         make = GrammarPool if hasattr(os, "fork") else _InProcess
         self._pool = make(cast(_FastTokenizer, tokenizer).backend_tokenizer.to_str(), vocab_size, ends)
 
@@ -56,8 +56,8 @@ class Grammars:
         """Return a constraint that makes the output a JSON value satisfying `schema`, without unnecessary whitespace.
 
         Raises:
-            ValueError: `schema` is not a schema, demands something that cannot be guaranteed, or is too complex.
-            RuntimeError: the system cannot start a process for it; try again later.
+            ValueError: `schema` is not a JSON schema, demands something that cannot be guaranteed, or is too complex.
+            RuntimeError: the system cannot start a process for the schema; try again later.
         """
         check_schema(schema)
         return self._compiled("schema", json.dumps(schema))

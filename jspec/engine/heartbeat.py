@@ -29,6 +29,6 @@ class Heartbeat:
 
     @property
     def overdue(self) -> float:
-        """The seconds since the last piece ended, if another should have ended by now; else 0."""
+        """The seconds since the last piece ended, if another piece should have ended by now; otherwise 0."""
         seconds = time.monotonic() - self._last if self._running else 0.0
         return seconds if seconds > max(PATIENCE, _TIMES * self._longest) else 0.0

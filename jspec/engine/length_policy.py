@@ -20,10 +20,10 @@ class LengthPolicy:
 
     For each position, the policy estimates how often a draft token is accepted if all tokens before it were accepted.
     These estimates also hold for a mix of easy and hard requests, for trees, and for drafters that stop early or
-    seldom draft. A single rate for all positions would be too high in these cases.
+    rarely draft. A single rate for all positions would be too high in these cases.
 
-    The policy tries each length at first, and later sometimes a neighbour of the best length. It uses past rounds
-    only, never the noise of a future round, so its choices do not change the output distribution.
+    The policy tries every length at first, and later occasionally tries a neighbour of the best length. It uses past
+    rounds only, never the noise of a future round, so its choices do not change the output distribution.
     """
 
     def __init__(self, max_draft_tokens: int):

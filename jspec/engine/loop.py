@@ -16,7 +16,7 @@ from jspec.engine.slot_output import Packed, SlotOutput, unpack
 from jspec.engine.slots import Variant
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 5  # failures that end a request, if it ran alone at the last; three times as many in a row end all
+_PATIENCE = 5  # failures that end a request if it ran alone at the last; three times as many in a row end all requests
 _Kind = tuple[int, Variant, int]  # a call's draft length, variant and number of slots
 
 
@@ -42,7 +42,7 @@ class _Call:
 
 
 class Loop:
-    """A loop that admits, prefills, decodes and delivers. It never has more than two calls in flight."""
+    """A loop that admits, prefills and decodes requests and delivers output. At most two calls are in flight."""
 
     def __init__(self, runner: Runner, prefill_tokens: int, call_seconds: float):
         self._runner, self._sizes, self._prefill_tokens = runner, runner.sizes, prefill_tokens
@@ -149,7 +149,7 @@ class Loop:
             self._runner.wait()  # nothing else waits, and new requests should not queue behind an entire long text
 
     def _reuse_prefixes(self) -> int:
-        """Copy prefixes from other slots, unless those will soon hold more. Return the approximate cost in tokens."""
+        """Copy prefixes from other slots that will not soon hold longer ones. Return the approximate cost in tokens."""
         smallest, cost = self._sizes.chunks[0], 0
         for slot, active in self._scheduler.prefilling():
             count, source = self._scheduler.find_prefix(active)
@@ -183,7 +183,7 @@ class Loop:
         return smallest * num_slots
 
     def _catch_up_drafter(self, decoding: dict[int, ActiveRequest], num_draft_tokens: int) -> None:
-        """Let the drafter catch up where too much is unread, starting with the requests that have the least."""
+        """Let the drafter catch up if too much is unread, starting with the request with the fewest unread tokens."""
         budget, max_unread = self._prefill_tokens, self._runner.max_unread(num_draft_tokens)
         for slot, active in sorted(decoding.items(), key=lambda entry: entry[1].num_unread):
             if active.num_unread > max_unread and budget > 0:
@@ -204,7 +204,7 @@ class Loop:
         return num_draft_tokens if is_alike and self.round_budget.is_stale(kind) else None
 
     def _plan(self, decoding: dict[int, ActiveRequest], repeated_length: int | None) -> _Kind:
-        """Return the kind of the next call. Its draft length is 0, if possible, before the drafter has read text."""
+        """Return the kind of the next call. Before the drafter has read text, the draft length is 0 if possible."""
         num_slots, variant = self._call_shape(decoding)
         if repeated_length is not None:
             return repeated_length, variant, num_slots
@@ -223,12 +223,12 @@ class Loop:
         return sorted({*decoding, *np.flatnonzero(self._stop).tolist()})
 
     def _call_shape(self, decoding: dict[int, ActiveRequest]) -> tuple[int, Variant]:
-        """Return the number of slots in the next call, and its variant."""
+        """Return the next call's number of slots and variant."""
         variant = max((active.request.variant for active in decoding.values()), default=Variant.TEMPERATURE_ONLY)
         return self._sizes.shape(len(self._slots_to_run(decoding)), variant)
 
     def _dispatch(self, decoding: dict[int, ActiveRequest], kind: _Kind, undisturbed: bool) -> None:
-        """Dispatch rounds for `decoding`."""
+        """Dispatch rounds for the requests in `decoding`."""
         num_draft_tokens, variant, num_slots = kind
         if num_draft_tokens and self._runner.reads_separately and not undisturbed:
             self._catch_up_drafter(decoding, num_draft_tokens)
@@ -260,7 +260,7 @@ class Loop:
         self._record_acceptance(outputs, num_draft_tokens)
         for slot, active in call.decoding.items():
             if active.result.finish_reason is None:
-                # The output counts tokens as unread that the drafter has been given to read since dispatch.
+                # The output counts as unread even the tokens that the drafter has read since dispatch.
                 active.num_unread = outputs[slot].num_unread - (active.num_caught_up - call.num_caught_up[slot])
                 self._deliver(slot, active, outputs[slot], num_draft_tokens)
         for active in call.decoding.values():
@@ -293,8 +293,8 @@ class Loop:
             self._stop[slot] = True
             name = kind_of(self._runner.drafter)
             wrong = (
-                f"{name} drafted ids outside the vocabulary; draft the target's ids, or give a distribution of "
-                "zeros for no draft."
+                f"{name} drafted ids outside the vocabulary; draft the target's ids, or return an all-zero "
+                "distribution to draft no token."
             )
             return self.fail(active, wrong)
         if output.invalid and active.request.constraint is not None:
@@ -321,7 +321,7 @@ class Loop:
         active.listen = no_listener  # the listener may hold `active`: a reference cycle that would keep both alive
 
     def recover(self, error: BaseException) -> None:
-        """Empty the slots after a failure. Requests with a key prefill their text again, and their output is the same.
+        """Empty the slots after a failure. Requests with a key are prefilled again, and their output is the same.
 
         End a request that failed repeatedly and ran alone the last time. End all requests if every call fails.
         """

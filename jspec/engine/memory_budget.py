@@ -32,7 +32,7 @@ class JaxDevice(Protocol):
 
 
 def check_memory(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> None:
-    """Raise ValueError, with sizes that would fit, if `slots_bytes` exceeds free memory. Pass if that is unknown."""
+    """Raise ValueError, with sizes that would fit, if `slots_bytes` is known to exceed the free memory."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
     if free is None or needed <= free:
@@ -44,12 +44,12 @@ def check_memory(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes
     fits = [f"{slots:,} slots"] * (slots > 0) + [f"a max_length of {length:,}"] * (length > sizes.chunks[-1])
     raise ValueError(
         f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, but only "
-        f"{free / 1e9:,.2f} GB of memory are free; {' or '.join(fits) or 'a smaller model'} would fit."
+        f"{free / 1e9:,.2f} GB of memory is free; {' or '.join(fits) or 'a smaller model'} would fit."
     )
 
 
 def slots_bytes(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> int:
-    """Estimate the bytes of the slots and of a round's temporaries. See `jspec.planning.memory.PROB_ARRAYS`."""
+    """Estimate the size of the slots and a round's temporaries, in bytes. See `jspec.planning.memory.PROB_ARRAYS`."""
 
     def allocate(target: LanguageModel, drafter: AnyDrafter | None) -> Slots:
         return empty_slots(target, drafter, sizes)
@@ -61,7 +61,7 @@ def slots_bytes(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes)
 
 
 def free_bytes(device: JaxDevice) -> int | None:
-    """Return a device's free memory in bytes; for a CPU, that of the machine or container. None if unknown."""
+    """Return a device's free memory in bytes (for a CPU, the machine's or container's), or None if it is unknown."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
@@ -79,6 +79,6 @@ def _read(file: Path) -> str:
 
 
 def release_freed_memory() -> None:
-    """Release memory that compilation has freed to the system: gigabytes that the allocator on Linux would keep."""
+    """Return memory that compilation has freed to the system: gigabytes that the allocator on Linux would keep."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,4 +1,4 @@
-"""An engine's programs. Each takes the slots and returns them; the slots are donated, and written in place."""
+"""An engine's programs. Each program takes and returns the slots, which are donated and written in place."""
 
 import dataclasses
 from typing import Any, cast
@@ -39,7 +39,7 @@ def assign_slot(
     Args:
         slot: an int.
         row: the request as a batch of one.
-        num_prefix_tokens: the number of tokens that the request brings.
+        num_prefix_tokens: the number of tokens to prefill for the request.
         num_prefilled: how many of these are already prefilled.
         source: the slot that holds the prefilled tokens. If it is another slot, they are copied.
     """
@@ -87,7 +87,7 @@ def prefill(
     """Prefill a piece of a request's text. After the last piece, the request begins to decode.
 
     Args:
-        piece: ``int32[1, C + 1]``, the tokens from position `start` on and the one after them, then any values.
+        piece: ``int32[1, C + 1]``, the tokens from position `start` on and the next token, then arbitrary values.
         start: at most the number of prefilled tokens, and at most T - C.
         count: how many tokens to prefill, in 0 .. C. This excludes the text's last token, which the first round reads.
         scored: whether to compute scores. If false, a program with scores returns zeros. None for no scores.
@@ -118,7 +118,7 @@ def prefill_batch(
     Args:
         pieces: ``int32[S, C + 1]``, the `piece` of each slot, as in `prefill`.
         starts, counts: ``int32[S]``, the `start` and `count` of each slot, as in `prefill`.
-        chosen: ``int32[S]``, the slots to prefill, followed by any slots.
+        chosen: ``int32[S]``, the slots to prefill, followed by arbitrary slots.
         num_chosen: how many slots to prefill.
     """
     state, features = slots.state, features_of(drafter)
@@ -148,7 +148,7 @@ def _record_piece(
     count: Array,
     target_features: Array | None,
 ) -> Slots:
-    """Return the slots after the target has read a piece, with its features if the drafter reads them."""
+    """Return the slots after the target has read a piece. `target_features` are None if the drafter requests none."""
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
@@ -211,9 +211,9 @@ def _forward(
 def _begin_row(target: Llama, drafter: AnyDrafter, row: PyTree, text: Array, length: Array, is_new: Array) -> PyTree:
     """Return `row`, one row's drafter state, or a new state if `is_new`.
 
-    A new state has read nothing yet. For a drafter that can only read whole texts, it has read all of the text. During
-    the row's prefill, rounds ran for other rows, and these rounds used this row's key as well. What they left in the
-    row's state must not influence its drafts, because the row's own first round uses the same noise.
+    A new state has read nothing yet, or, for a drafter that can only read whole texts, it has read the whole text.
+    During the row's prefill, rounds ran for other rows, and these rounds used this row's key as well. What they left in
+    the row's state must not influence its drafts, because the row's own first round uses the same noise.
     """
     positions = text.shape[1] - 1
     if can_read(drafter):
@@ -248,20 +248,20 @@ def catch_up_drafter(
 
 
 def reads_separately(drafter: AnyDrafter | None) -> bool:
-    """Return whether a drafter reads text by itself, and may have unread text. Others read when the target reads."""
+    """Return whether a drafter reads text by itself, and may lag behind. Other drafters read when the target reads."""
     return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
 
 
 def reads_own_drafts(drafter: AnyDrafter | None) -> bool:
-    """Return whether a drafter is a single one, or combines two drafters that have both read what it has drafted."""
+    """Return whether a drafter is a single drafter, or combines two parts that have both read its drafts."""
     count = 0 if drafter is None else len(list(leaves_of(drafter)))
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
 def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int) -> int:
-    """Return the number of unread tokens with which a drafter may still draft. It reads these tokens first.
+    """Return the largest number of unread tokens with which a drafter may draft. It reads these tokens first.
 
-    In a combination, one drafter may not have read the tokens that a round gained from another.
+    In a combined drafter, one part may not have read the tokens that a round gained from another part.
     """
     return 2 if reads_own_drafts(drafter) else num_draft_tokens + 1
 
@@ -286,7 +286,7 @@ def decode_rounds(
         rule, num_draft_tokens: the acceptance rule and the draft length of every round.
         temperature_only: whether to omit all sampling parameters except temperature. No active row may use others.
         num_top: the number of most likely tokens to find, if a row requests any.
-        constrain: as for `jspec.decoding.round.decode_round`.
+        constrain: same as in `jspec.decoding.round.decode_round`.
     """
     if rows is None:
         return _decode_rounds(target, drafter, slots, stop, rounds, stop_when_done, **options)

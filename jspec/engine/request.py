@@ -30,12 +30,12 @@ class Request:
         sampling: temperature, filters and penalties, as numbers. The engine rejects a `max_tokens` set here.
         key: a typed PRNG key. With a key, the output equals that of `jspec.generate` with this key (rule "coupled"). It
             does not depend on other requests, on draft lengths, or on where decoding was interrupted and resumed. If
-            None, the engine uses a random key and its own rule, which accepts more.
+            None, the engine uses a random key and its own rule, which accepts more draft tokens.
         eos_ids: the tokens that end the output.
         salt: requests with different salts share no prefilled tokens.
         top_logprobs: the number of most likely tokens to report for each new token, with their raw log-probabilities;
             at most 20.
-        prompt_logprobs: whether to report the same for the prompt. If so, the whole prompt is prefilled.
+        prompt_logprobs: whether to report the same for the prompt tokens. If so, the whole prompt is prefilled.
         constraint: a function that returns a `jspec.engine.constraints.Matcher`, which masks the target's distribution
             at every position. `jspec.engine.grammars.Grammars` creates such functions.
     """

@@ -46,13 +46,13 @@ class RoundBudget:
         return kind in self._measured_alone and self._calls_since[kind] % _STALE_AFTER == _STALE_AFTER - 1
 
     def exclude_time(self, seconds: float) -> None:
-        """Record `seconds` without a check for the end of the running call. If they are many, discard its cost."""
+        """Record `seconds` without a check for the running call's end. After too many, discard the call's cost."""
         self._excluded += seconds
 
     def record_call(self, kind: Hashable, rounds: int, back_to_back: bool, alone: bool) -> None:
         """Record the end of a call of `rounds` rounds. If `back_to_back`, it began when the previous call ended.
 
-        A call that did not run `alone`, because of prefill before it, counts only until one has run alone.
+        A call that did not run `alone`, because of prefill before it, counts only until another call has run alone.
         """
         now, excluded = perf_counter(), self._excluded
         self._calls_since[kind] += 1
@@ -65,7 +65,7 @@ class RoundBudget:
         self._last_end = now
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record the cost of one round of a kind. A round that did not run `alone` counts only until one has."""
+        """Record the cost of a round of a kind. A round that did not run `alone` counts only until another has."""
         if not alone and kind in self._measured_alone:
             return
         if alone:

@@ -67,7 +67,7 @@ class Runner:
         self.compile_seconds, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False
         self._slots = cast(Slots, None)
         self.reset()
-        self._slot_shapes = jax.eval_shape(lambda slots: slots, self._slots)  # others compile while slots change
+        self._slot_shapes = jax.eval_shape(lambda slots: slots, self._slots)  # threads compile while slots change
 
     def reset(self) -> None:
         """Empty the slots. A failed call loses the slots that were donated to it.
@@ -86,7 +86,7 @@ class Runner:
         return jax.tree.unflatten(self._structure, weights)
 
     def constrain(self, make: Constraint | None) -> int:
-        """Start following a constraint, and return its number in `constraints`; 0 for none."""
+        """Start tracking a constraint, and return its number in `constraints`; 0 for none."""
         return 0 if make is None else cast(int, self._run("constrain", make))
 
     def release(self, number: int) -> None:
@@ -102,9 +102,9 @@ class Runner:
         constraint: int = 0,
         source: int | None = None,
     ) -> None:
-        """Assign `slot` to the request `row`, a batch of one that brings `num_prefix_tokens` tokens.
+        """Assign `slot` to the request `row`, a batch of one with `num_prefix_tokens` tokens to prefill.
 
-        The slot already holds the first `num_prefilled` of them. If `source` is another slot, they are copied from it.
+        The first `num_prefilled` of these tokens are already in the slot, or are copied from `source`, another slot.
         """
         source = slot if source is None else source
         self._run("assign_slot", slot, row, num_prefix_tokens, num_prefilled, constraint, source)
@@ -138,7 +138,7 @@ class Runner:
         return prefilled
 
     def max_unread(self, num_draft_tokens: int) -> int:
-        """Return the number of unread tokens with which the drafter may still draft `num_draft_tokens`."""
+        """Return the largest number of unread tokens with which the drafter may draft `num_draft_tokens`."""
         return programs.max_unread(self.drafter, num_draft_tokens)
 
     def catch_up_drafter(self, slot: int, num_unread: int) -> int:
@@ -172,11 +172,11 @@ class Runner:
         """Run up to `rounds` rounds.
 
         Args:
-            num_draft_tokens, rounds, stop: as for `programs.decode_rounds`.
-            variant: the maximum of the variants of all active rows.
-            stop_when_done: as for `programs.decode_rounds`; None for no row.
-            rows: as for `programs.decode_rounds`. Their number must be one of those in `Sizes.shapes`. None for all
-                slots.
+            num_draft_tokens, rounds, stop: same as in `programs.decode_rounds`.
+            variant: the maximum of all active rows' variants.
+            stop_when_done: same as in `programs.decode_rounds`; None for no row.
+            rows: same as in `programs.decode_rounds`; None for all slots. The number of rows must be one of the numbers
+                of slots in `Sizes.shapes`.
         """
         stop_when_done = np.zeros_like(stop) if stop_when_done is None else stop_when_done
         return cast(Packed, self._run("decode_rounds", num_draft_tokens, rounds, stop, variant, stop_when_done, rows))
@@ -245,7 +245,7 @@ class Runner:
         return outputs
 
     def compile(self) -> None:
-        """Compile all programs but the deferred ones, in parallel, because XLA compiles without Python's lock.
+        """Compile all programs except the deferred ones, in parallel, because XLA compiles without Python's lock.
 
         Without this call, each program is compiled at its first use.
         """
@@ -272,7 +272,7 @@ class Runner:
     def lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
         """Return `Sizes.lengths` without those whose programs are still deferred, unless that would leave none.
 
-        Return at most two if the runner `is_lazy`.
+        Return at most two lengths if the runner `is_lazy`.
         """
         variant = max(variant, Variant.FULL) if self.is_lazy else variant
         return self._lengths(variant, count) or self.sizes.lengths(variant, count)

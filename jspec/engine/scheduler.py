@@ -25,22 +25,22 @@ class ActiveRequest:
     Attributes:
         row: the request as arrays for the device.
         listen: the function that the engine calls whenever the result has grown.
-        prefix_tokens: the tokens that it brought to its slot; more than its prompt if it continues after a failure.
-        slot_order: its number in the order of slot assignment.
-        assigned_at: when it got its first slot, by `time.monotonic`; None before that.
+        prefix_tokens: the tokens to prefill: the prompt and, if the request continues after a failure, new tokens.
+        slot_order: the request's number in the order of slot assignment.
+        assigned_at: when the request got its first slot, by `time.monotonic`; None before that.
         num_prefilled: how many tokens of `prefix_tokens` have been prefilled.
-        num_pieces: the number of pieces in which these were prefilled since it got its slot. Decoding begins with the
-            last piece, so there is at least one, which may be empty.
-        has_decoded: whether a round has been dispatched for it since it got its slot.
-        num_unread: the most tokens that its drafter may not have read.
-        num_caught_up: how many tokens its drafter has been given to read.
-        draft_lengths: how many tokens each of its rounds was meant to draft; 0 if too many were unread.
-        constraint: the number that the runner has assigned to its constraint, or 0.
-        scored_pieces: its prefilled pieces with their scores, until these are in the result.
+        num_pieces: the number of pieces prefilled since the request got its slot. Decoding starts with the last piece,
+            so there is at least one piece, which may be empty.
+        has_decoded: whether a round has been dispatched for the request since it got its slot.
+        num_unread: an upper bound on the number of tokens that the drafter has not read.
+        num_caught_up: the number of tokens that the drafter has read by catching up.
+        draft_lengths: the number of tokens that each round was meant to draft; 0 if too many were unread.
+        constraint: the number that the runner has assigned to the constraint, or 0.
+        scored_pieces: prefilled pieces with their scores, until the scores are in the result.
         shared_prefixes: requests that got slots earlier: each request, its slot, and the length of the prefix that both
             texts share.
-        calls: how many calls have delivered output to it since it got its slot.
-        failures: how many calls have failed while it had a slot, since it last went well.
+        calls: how many calls have delivered output to the request since it got its slot.
+        failures: how many calls have failed while the request had a slot, since the request was last trusted.
     """
 
     request: Request
@@ -67,12 +67,12 @@ class ActiveRequest:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether it seems to cause no failures. The first calls prove less: they are shorter and draft less."""
+        """Whether the request seems to cause no failures. First calls prove less: they are shorter and draft less."""
         return self.calls >= 3
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be the cause of failed calls."""
+        """Whether the request may be the cause of failed calls."""
         return self.failures > 1
 
     @property
@@ -89,15 +89,15 @@ class ActiveRequest:
             self.cancelled = True
 
     def record_prefill(self, piece: Piece) -> None:
-        """Record that the device has been given a piece to prefill."""
+        """Record that a piece has been dispatched for prefill."""
         self.num_prefilled, self.num_pieces = piece.end, self.num_pieces + 1
         if piece.scores is not None:
             self.scored_pieces.append(piece)
         if self.is_prefilled:
-            self.shared_prefixes = []  # otherwise it would keep them alive, and they in turn earlier ones
+            self.shared_prefixes = []  # otherwise chains of references would keep ended requests alive
 
     def record_output(self, output: SlotOutput, draft_lengths: list[int]) -> None:
-        """Append a call's output to the result. Its rounds were meant to draft `draft_lengths` tokens."""
+        """Append a call's output to the result. The call's rounds were meant to draft `draft_lengths` tokens."""
         result, num_top = self.result, self.request.top_logprobs
         if self.scored_pieces:
             scores = prompt_scores(self.scored_pieces, len(self.request.tokens), num_top)
@@ -113,7 +113,7 @@ class ActiveRequest:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether prefill is complete, so that rounds include it."""
+        """Whether prefill is complete, so that rounds include this request."""
         return self.num_pieces > 0 and self.num_prefilled == len(self.prefix_tokens) - 1
 
 
@@ -137,7 +137,7 @@ class Scheduler:
         self.waiting.append(active)
 
     def admit(self) -> tuple[int, ActiveRequest] | None:
-        """Assign a slot to the next request. Set ``active.num_prefilled`` to what the slot already holds.
+        """Assign a slot to the next request. Set ``active.num_prefilled`` to the number of tokens in the slot.
 
         Return the slot and the request, or None if no request can get a slot. A suspect request, which may cause calls
         to fail, first runs only beside trusted requests, and then alone.
@@ -149,7 +149,7 @@ class Scheduler:
         if not self._may_join(active):
             return None
         active.prefix_tokens = active.text
-        # The slot that holds the most of its text; among ties, the one that has been free for longest.
+        # The slot that holds the most of the request's text; among ties, the slot that has been free for longest.
         slot = max(free, key=lambda slot: (_num_reusable(active, *self.cached_texts[slot]), -self._released_at[slot]))
         active.num_prefilled = _num_reusable(active, *self.cached_texts[slot])
         active.result.cached = min(active.num_prefilled, len(active.request.tokens))
@@ -167,7 +167,7 @@ class Scheduler:
         return slot, active
 
     def _may_join(self, active: ActiveRequest) -> bool:
-        """Return whether a failed call could still be attributed to one request if this one ran, too."""
+        """Return whether a failed call could still be attributed to one request if `active` ran, too."""
         others = [other for _, other in self._occupied()]
         if any(other.is_suspect for other in others):
             return False
@@ -176,7 +176,7 @@ class Scheduler:
         return active.failures == 2 and all(other.is_trusted for other in others)
 
     def find_prefix(self, active: ActiveRequest) -> tuple[int, int]:
-        """Return how many tokens of a request's text the best other slot holds, and which slot that is."""
+        """Return the number of tokens of a request's text that the best other slot holds, and that slot."""
         num_tokens = len(active.prefix_tokens)
         in_free = [
             (_num_reusable(active, *text), slot)
@@ -206,7 +206,7 @@ class Scheduler:
         return [entry for entry in active.shared_prefixes if self.active_requests[entry[1]] is entry[0]]
 
     def prefilling(self) -> list[tuple[int, ActiveRequest]]:
-        """Return the slots in prefill with their requests, in the order in which these got their slots."""
+        """Return the slots in prefill with their requests, in the order of slot assignment."""
         slots = [(slot, active) for slot, active in self._occupied() if not active.is_prefilled]
         return sorted(slots, key=lambda entry: entry[1].slot_order)
 
@@ -246,9 +246,9 @@ def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _limit_reuse(num_shared: int, num_cached: int, num_tokens: int) -> int:
-    """Return how many of a text's `num_tokens` can be reused, if a slot holds `num_cached` and `num_shared` are equal.
+    """Return how many of a text's `num_tokens` can be reused from `num_cached` tokens, if `num_shared` are equal.
 
     The last two tokens of a text are never reused, because a drafter must read one of them. The last common token is
-    not reused either, because a drafter may have read it together with the token after it.
+    not reused either, because a drafter may have read it together with the next token.
     """
     return max(0, min(num_shared - 1, num_cached - 1, num_tokens - 2))

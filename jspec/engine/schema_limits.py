@@ -22,10 +22,10 @@ _Node: TypeAlias = Mapping[str, Json]
 
 
 def check_schema(schema: Mapping[str, object]) -> None:
-    """Check that a schema is within the limits. Its meaning is not checked.
+    """Check that a schema is within the limits, but not its meaning.
 
     Raises:
-        ValueError: the schema exceeds a limit; the message names the first one.
+        ValueError: the schema exceeds a limit; the message names the first such limit.
     """
     nodes = [value for value in _values(cast(_Node, schema)) if isinstance(value, Mapping)]
     patterns = [pattern for node in nodes for pattern in _patterns(node)]
@@ -44,7 +44,7 @@ def check_regex(pattern: str) -> None:
     """Check that a regular expression is within the limits.
 
     Raises:
-        ValueError: the expression exceeds a limit; the message names it.
+        ValueError: the expression exceeds a limit; the message names this limit.
     """
     if len(pattern) > MAX_PATTERN_LENGTH:
         raise ValueError(
@@ -60,7 +60,7 @@ def _excess(what: str, count: int, most: int) -> ValueError:
 
 
 def _values(schema: Json) -> Iterator[Json]:
-    """Yield a schema and all values in it. This does not recurse, because deep schemas would exhaust the stack."""
+    """Yield a schema and all values in it, without recursion, because deep schemas would exhaust the stack."""
     waiting: list[tuple[Json, int]]
     waiting, count = [(schema, 1)], 0
     while waiting:
@@ -95,7 +95,7 @@ def _check_combination(node: _Node) -> None:
         if multiple > MAX_MULTIPLE:
             raise ValueError(
                 f"The schema requires multiples of {_short(multiple)} (multipleOf); expected at most "
-                f"{MAX_MULTIPLE}; use a smaller one."
+                f"{MAX_MULTIPLE}; use a smaller multiple."
             )
 
 
@@ -133,7 +133,7 @@ def _longest_chain(schema: _Node) -> int:
 
 
 def _references_of_parts() -> Callable[[Json], list[str]]:
-    """Return a function that lists the distinct $ref values in a part of a schema. It reads each part once.
+    """Return a function that lists the distinct $ref values in a part of a schema, and reads each part only once.
 
     Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.
     """

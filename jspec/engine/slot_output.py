@@ -85,7 +85,7 @@ def set_final_state(packed: Packed, done: Array, num_unread: Array) -> Packed:
 
 
 def expand_to_slots(packed: Packed, rows: Array, slots: int) -> Packed:
-    """Expand the packed output of some `rows` to all slots, with zeros for the others."""
+    """Expand the packed output of some `rows` to all slots, with zeros for the other slots."""
 
     def expand(part: Array) -> Array:
         return jnp.zeros((len(part), slots, part.shape[2]), part.dtype).at[:, rows].set(part)

@@ -1,4 +1,4 @@
-"""Slots: the rows of one endless batch. They are allocated once, and requests join and leave them."""
+"""Slots: the rows of one endless batch. They are allocated once, and successive requests occupy them."""
 
 import dataclasses
 import enum
@@ -32,11 +32,11 @@ NEUTRAL = LogitsTransforms(
 )
 
 
-_MEDIUM_LENGTH = 4  # draft tokens: seldom far from the best number
+_MEDIUM_LENGTH = 4  # a number of draft tokens that is rarely far from the best number
 
 
 class Variant(enum.IntEnum):
-    """A variant of the decoding program, by the features that a row uses; for several rows, the maximum of theirs."""
+    """A variant of the decoding program. A row's features determine its variant; a batch needs its rows' maximum."""
 
     TEMPERATURE_ONLY = 0  # temperature
     FULL = 1  # also filters, penalties, and log-probabilities of the most likely tokens
@@ -54,7 +54,7 @@ class Sizes:
         chunks: C, the prefill chunk sizes, ascending.
         num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
         rounds: the maximum number of rounds per call.
-        top_logprobs: the maximum number of top tokens that a request may ask for; at most the vocabulary size.
+        top_logprobs: the maximum number of top tokens that a request may specify; at most the vocabulary size.
         small_batch_sizes: smaller numbers of slots that a call may run, ascending; for devices on which idle rows cost
             time.
     """
@@ -72,7 +72,7 @@ class Sizes:
     def shapes(self) -> list[tuple[int, Variant]]:
         """The possible pairs of a call's number of slots and its variant; each pair adds two programs.
 
-        Calls with constrained requests run one slot or all slots, because every start compiles their programs.
+        Calls with constrained requests run one slot or all slots, because their programs are compiled at every start.
         """
         return [
             (count, variant)
@@ -86,7 +86,7 @@ class Sizes:
         return min(shape for shape in self.shapes if shape[0] >= num_slots and shape[1] >= variant)
 
     def rows(self, required: Sequence[int], count: int) -> list[int] | None:
-        """Return the `required` slots, filled up with others to `count`; None for all slots."""
+        """Return `count` slots that include the `required` slots; None means all slots."""
         if count == self.slots:
             return None
         others = (slot for slot in range(self.slots) if slot not in required)
@@ -104,8 +104,8 @@ class Sizes:
     def lengths(self, variant: Variant, count: int) -> tuple[int, ...]:
         """Return the possible draft lengths for a call with `count` slots.
 
-        There are at most two if requests need more than a temperature, or if the call does not run all slots. This
-        keeps the number of compiled programs small.
+        There are at most two lengths if requests need more than a temperature, or if the call does not run all slots.
+        This keeps the number of compiled programs small.
         """
         if (variant is Variant.TEMPERATURE_ONLY and count == self.slots) or len(self.num_draft_tokens) < 3:
             return self.num_draft_tokens
@@ -113,7 +113,7 @@ class Sizes:
         return first, max(k for k in self.num_draft_tokens if k <= max(_MEDIUM_LENGTH, second))
 
     def positions(self, drafter: AnyDrafter | None) -> int:
-        """Return T, the length of a slot's KV cache: the longest text plus what is written after it, at least a chunk.
+        """Return T, the length of a slot's KV cache: the longest text plus what is written after it (at least a chunk).
 
         A round writes its draft after the text. A prefill pass for other slots writes an unused piece there.
         """
@@ -123,17 +123,17 @@ class Sizes:
 
 @pytree
 class Slots:
-    """S rows, each of which holds a request or what remains of one.
+    """S rows, each of which holds a request or the data of a finished request.
 
-    A row that is done is inactive: it is empty, it is still in prefill, or its text has ended. Its KV cache always
+    A row that is done is inactive: it is empty, it is still in prefill, or its text has ended. A row's KV cache always
     holds ``lengths - 1`` tokens, so that another request may reuse them as its prefix.
 
     Attributes:
-        params, state: as in a generation, with S rows; ``state.tokens`` has T + 1 columns.
-        num_prefix_tokens: ``int32[S]``, how many tokens a request brought: its prompt, plus the tokens that it had
-            decoded before it got this slot.
-        num_drafter_read: ``int32[S]``, how many tokens of its text the drafter has certainly read. Kept only for a
-            drafter that reads text separately; others have read what the target has read.
+        params, state: the parameters and state of a generation with S rows; ``state.tokens`` has T + 1 columns.
+        num_prefix_tokens: ``int32[S]``, the number of tokens that the request had when it got the slot: its prompt,
+            plus the tokens that were decoded earlier.
+        num_drafter_read: ``int32[S]``, the number of the row's tokens that the drafter has certainly read. It is
+            tracked only for a drafter that reads text separately; other drafters have read what the target has read.
     """
 
     params: RequestParams
@@ -178,7 +178,7 @@ def neutral_transforms(count: int, vocab_size: int) -> LogitsTransforms:
 
 
 def keep_temperature(params: RequestParams) -> RequestParams:
-    """Return `params` with only the temperature of all sampling parameters, for calls in which no row uses more."""
+    """Remove all sampling parameters except the temperature from `params`, for calls in which no row uses others."""
     transforms, draft_transforms = (
         LogitsTransforms(one.temperature, None, None, None, None, None, None, None)
         for one in (params.transforms, params.draft_transforms)

@@ -41,7 +41,7 @@ def length(target: LanguageModel, draft: AnyDrafter | LanguageModel | None, want
     if wanted > longest:
         raise ValueError(
             f"max_length is {wanted}, which is more than the {longest} positions that the models support; use a "
-            "smaller one."
+            "smaller max_length."
         )
     return wanted
 
@@ -67,8 +67,8 @@ def lengths(target: LanguageModel, drafter: AnyDrafter, num_draft_tokens: object
 def check_readable(drafter: AnyDrafter) -> None:
     if features_of(drafter) and not can_read(drafter):
         raise TypeError(
-            f"{kind_of(drafter)} reads the target's hidden states but has no `read`, to which an engine "
-            "would pass those of a prompt chunk by chunk; implement it as described in "
+            f"{kind_of(drafter)} reads the target's hidden states but has no `read`, which an engine calls "
+            "with the hidden states of each chunk of a prompt; implement `read` as described in "
             "jspec.drafters.chunked_prefill."
         )
 

@@ -1,4 +1,4 @@
-"""Validation of a request against the limits of an engine."""
+"""Validation of a request against an engine's limits."""
 
 import functools
 import numbers
@@ -21,16 +21,16 @@ def check_request(request: Request, sizes: Sizes) -> None:
         raise ValueError(f"top_logprobs must be between 0 and {sizes.top_logprobs}; got {request.top_logprobs}.")
     if request.constraint is not None and not _has_cpu():
         raise ValueError(
-            "Constraints run on the CPU, but JAX has no CPU device here; add it to JAX_PLATFORMS, as in cuda,cpu."
+            "Constraints run on the CPU, but JAX has no CPU device here; add cpu to JAX_PLATFORMS, as in cuda,cpu."
         )
     if np.any(request.sampling.max_tokens):
-        raise ValueError("sampling.max_tokens is for batches; limit a request with its max_new_tokens.")
+        raise ValueError("sampling.max_tokens applies only to batches; limit a request with max_new_tokens.")
     longest = len(request.tokens) + request.max_new_tokens
     if longest > sizes.length:
         raise ValueError(
-            f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more, but "
-            f"sequences in this engine have at most {sizes.length}; shorten one of the two, or use a larger "
-            "max_length."
+            f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more tokens, but a "
+            f"sequence in this engine has at most {sizes.length}; shorten the prompt, request fewer new tokens, or use "
+            "a larger max_length."
         )
 
 

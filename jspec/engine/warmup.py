@@ -1,4 +1,4 @@
-"""Warm-up before the first request, which measures the costs of pieces and rounds, one by one, on dummy text."""
+"""Warm-up before the first request: measure the costs of prefill pieces and rounds, one by one, on dummy text."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from jspec.engine.runner import Runner
 from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Variant
 
-_TURNS, _SECONDS = 5, 2.0  # number of turns; after the second, none begins later than this many seconds
+_TURNS, _SECONDS = 5, 2.0  # number of turns; after the second turn, none starts later than this many seconds
 _REPEATS = 2  # measurements of each piece; the fastest counts
 _TEXT = (0, 0)
 
@@ -21,11 +21,12 @@ _Kind = tuple[int, Variant, int]
 
 
 def warm_up(runner: Runner, round_budget: RoundBudget) -> None:
-    """Measure the cost of pieces, and of unconstrained rounds of all lengths. Empty the slots.
+    """Measure the costs of prefill pieces, and of unconstrained rounds with each draft length. Empty the slots.
 
-    The `runner` keeps the former, and the `round_budget` the latter. Measure only if there is a choice. Without a
-    warm-up, the first requests would pay for the measurements, and one disturbed call would affect many others. If
-    sequences are too short for a call of each length, later requests measure the remaining lengths.
+    The `runner` keeps the costs of pieces, and the `round_budget` keeps the costs of rounds. Costs are measured only if
+    there is a choice. Without a warm-up, the first requests would pay for the measurements, and one disturbed call
+    would affect many others. If the slots are too short to time every draft length here, the remaining lengths are
+    timed while requests run.
     """
     sizes = runner.sizes
     if len(sizes.chunks) > 1:
@@ -36,7 +37,7 @@ def warm_up(runner: Runner, round_budget: RoundBudget) -> None:
 
 
 def _measure_piece(runner: Runner, size: int) -> float:
-    """Return how many seconds a piece takes. While all costs are equal, the runner prefills it as one piece."""
+    """Return the seconds that a piece takes. While all costs are equal, the runner prefills it as one piece."""
     times = [perf_counter()]
     for _ in range(_REPEATS):
         runner.prefill(0, (0,) * (size + 1), 0)
@@ -57,10 +58,10 @@ def _measure_rounds(runner: Runner, round_budget: RoundBudget) -> None:
 
 
 def _round_costs(runner: Runner, round_budget: RoundBudget, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
-    """Yield the seconds per round of each kind, measured as in the loop: from call to call, while another call runs."""
+    """Yield each kind's seconds per round, measured as in the loop: from call to call, while another call runs."""
     sizes, in_flight, ended = runner.sizes, None, None
     tokens_per_call = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # few enough that no text ends
-    for kind in (kinds[0], *kinds, kinds[0]):  # the first times the start of the second, the last only runs
+    for kind in (kinds[0], *kinds, kinds[0]):  # the first call marks the start of the second; the last is not timed
         (k, variant, num_slots), stop = kind, np.zeros(sizes.slots, bool)
         num_rounds = max(1, min(round_budget.rounds(kind), tokens_per_call // (k + 1)))
         call = runner.decode_rounds(k, num_rounds, stop, variant, rows=sizes.rows(range(num_slots), num_slots))

@@ -9,13 +9,14 @@ from jspec.core.types import PyTree
 
 
 def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> None:
-    """Raise RuntimeError unless the models hold the weights that an engine reads, and these exist.
+    """Raise RuntimeError unless the models still hold the weights that an engine reads, and the weights exist.
 
     An engine reads the arrays that it was created with, and its slots hold states computed from them. After an update,
     the engine would silently decode with the old weights.
 
-    Equal copies are not an update: `flax.nnx.jit` puts new arrays into every model that it receives. Copies replace the
-    originals in `weights`, so that they are compared only once and memory holds one set.
+    Replacing arrays with equal copies does not count as an update, because `flax.nnx.jit` puts new arrays into every
+    model passed to it. The copies replace the originals in `weights`, so that they are compared only once and memory
+    holds one set.
 
     Args:
         target: the model.
@@ -28,8 +29,8 @@ def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> N
         end = start + len(leaves)
         if not _are_equal(leaves, weights[start:end]):
             raise RuntimeError(
-                f"The weights of the {name} have changed since this engine was created, and it still has the old "
-                "ones; create a new Engine from the current model."
+                f"The weights of the {name} have changed since this engine was created, but the engine still has the "
+                "old weights; create a new Engine from the current model."
             )
         weights[start:end] = leaves
         start = end

@@ -168,7 +168,7 @@ def test_a_journal_with_constraints_is_the_run(models):
 
 def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
     monkeypatch.setattr("jspec.engine.validate_request._has_cpu", lambda: False)
-    with Engine(*models, **OPTIONS) as engine, pytest.raises(ValueError, match="add it to JAX_PLATFORMS"):
+    with Engine(*models, **OPTIONS) as engine, pytest.raises(ValueError, match="add cpu to JAX_PLATFORMS"):
         engine.generate([Request((1, VOCAB - 1), NEW, constraint=Anything)])
 
 
