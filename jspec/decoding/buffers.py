@@ -16,7 +16,7 @@ class OutputBuffers:
     """The output of all rounds so far. Rounds never read it. Shapes are those of `Output` plus K + 1 spare columns.
 
     Attributes:
-        out_of_vocab: ``bool[B]``, whether any round drafted such an id. See `RoundOutput`.
+        out_of_vocab: ``bool[B]``, whether any round drafted an id outside the vocabulary. See `RoundOutput`.
         record: None unless a record was requested.
     """
 
@@ -55,7 +55,7 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
 
 
 def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
-    """Return `stats` updated with a round. Rows that were already done do not count it."""
+    """Return `stats` updated with a round. Rows that were already done do not count the round."""
     depths = stats.accepted_at.shape[1]
     return Stats(
         rounds=stats.rounds + (~done).astype(jnp.int32),

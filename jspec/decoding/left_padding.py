@@ -34,7 +34,7 @@ def check_right_padded(tokens: _Ints, lengths: _Ints, config: object) -> None:
         row = rows[0]
         raise ValueError(
             f"tokens[{row}] begins with the id {first[row, 0]} ({run[row]} in a row), which looks like padding on "
-            "the left; pad prompts on the right, and give their lengths without the padding (lists of ids need "
+            "the left; pad prompts on the right, and pass their lengths without the padding (lists of ids need "
             "no padding)."
         )
 
@@ -63,7 +63,7 @@ def _begins_with_one_pad(tokens: _Ints, lengths: _Ints, run: _Ints, pad: int | N
 def _starts_later(
     tokens: _Ints, lengths: _Ints, run: _Ints, bos: int | None, default_ids: Sequence[int | None]
 ) -> _Bools:
-    """Return which rows have BOS after a run of one other id, if all rows have BOS and one of them begins with it.
+    """Return which rows have BOS after a run of one other id, if all rows have BOS and some row begins with BOS.
 
     A run of one token counts as padding only if its id usually serves as padding or the length omits one token.
     Otherwise it may be text, such as a line break before BOS.

@@ -64,9 +64,9 @@ def run_program(
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     with contextlib.ExitStack() as stack:
-        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # otherwise the guard applies to them
+        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # the guard would apply to other types
             stack.enter_context(explicit_transfers())
-        if not rule.exact:  # its distortion is NaN if it does not report one
+        if not rule.exact:  # a lossy rule that reports no distortion yields NaN
             stack.enter_context(jax.debug_nans(False))
         out, out_of_vocab = decode_program(
             target,

@@ -13,7 +13,7 @@ from jspec.core.types import Draft, Record, Verdict
 
 
 def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> Record:
-    """Return one round's record. Rows that gain no tokens have no draft tokens in it.
+    """Return one round's record, without the draft tokens of rows that gain no tokens.
 
     Args:
         accepted: ``int32[B]``, how many draft tokens are committed.
@@ -31,7 +31,7 @@ def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> R
 
 
 def empty_record(batch: int, rounds: int, size: int) -> Record:
-    """Return an empty record. It has one spare round, which rows that are done write to."""
+    """Return an empty record, with one spare round that rows that are done write to."""
     shape = batch, rounds + 1, size
     whole = jnp.zeros(shape, jnp.int32)
     return Record(whole, whole, jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:2], jnp.int32))

@@ -66,7 +66,7 @@ def decode_round(
                 f"{type(passed(rule)).__name__} verified a tree, but its Verdict has no path; return the accepted "
                 "nodes, or set branches to False."
             )
-        if verdict.distortion is None and not rule.exact:  # a lossy rule that does not report it
+        if verdict.distortion is None and not rule.exact:  # a lossy rule that reports no distortion
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
         if drafter is not None and draft_length.max_draft_tokens:

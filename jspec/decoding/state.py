@@ -21,8 +21,8 @@ class RequestParams:
         top_logprobs: ``int32[B]``, the number of most likely tokens to report with raw log-probabilities; at most the
             `num_top` of `jspec.decoding.round.decode_round`. None if no row reports any.
         constraints: ``int32[B]``, the number of the row's constraint, or 0; None if no row is constrained.
-        coupled: ``bool[B]``, whether the rule "coupled" verifies the row in place of the program's own rule; None if it
-            verifies no row.
+        coupled: ``bool[B]``, whether the rule "coupled" verifies the row in place of the program's own rule; None if no
+            row is coupled.
     """
 
     keys: Array
@@ -67,7 +67,8 @@ class RoundOutput:
     """The output of a round; empty for rows that were already done.
 
     Attributes:
-        tokens: ``int32[B, K + 1]``; the first ``count[b]`` are new. Values after them are arbitrary, here and below.
+        tokens: ``int32[B, K + 1]``; the first ``count[b]`` are new. In every field with a token axis, entries after the
+            first ``count[b]`` are arbitrary.
         count: ``int32[B]`` in 0 .. K + 1.
         logprobs, raw_logprobs: ``float32[B, K + 1]``, as in `jspec.core.types.Output`.
         origins: ``int8[B, K + 1]``, as in `jspec.core.types.Output`.

@@ -93,7 +93,7 @@ def check_drafted(drafter: object, out_of_vocab: Array, vocab_size: int) -> None
     if rows is not None and rows.any():
         raise ValueError(
             f"{kind_of(drafter)} drafted ids outside the vocabulary of {vocab_size} tokens in row "
-            f"{np.argmax(rows)}; draft the target's ids, or give a distribution of zeros for no draft."
+            f"{np.argmax(rows)}; draft the target's ids, or return an all-zero distribution to draft no token."
         )
 
 
@@ -113,13 +113,13 @@ def as_arrays(
     tokens: object, lengths: object, eos_ids: object, sampling: SamplingParams
 ) -> tuple[AnyArray, AnyArray, AnyArray, SamplingParams]:
     """Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
-    ends = as_array("eos_ids", eos_ids, "pad the shorter ones with -1")
+    ends = as_array("eos_ids", eos_ids, "pad the shorter rows with -1")
     if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
         ends = ends[None]
     if isinstance(sampling, SamplingParams):
         fields = ((field.name, cast(object, getattr(sampling, field.name))) for field in dataclasses.fields(sampling))
         lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
-        arrays = {name: as_array(name, value, "give one number for each row") for name, value in lists.items()}
+        arrays = {name: as_array(name, value, "pass one number for each row") for name, value in lists.items()}
         sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
     return as_array("tokens", tokens), as_array("lengths", lengths), ends, sampling
 
@@ -128,8 +128,8 @@ def check_rule(accept: object) -> Rule:
     """Return the acceptance rule that `accept` is or names.
 
     Raises:
-        ValueError: `accept` is neither a rule nor the name of one.
-        TypeError: the rule lacks a declaration, or is not hashable, which it must be as part of the compiled program.
+        ValueError: `accept` is neither a rule nor a rule's name.
+        TypeError: the rule lacks a declaration, or is not hashable and so cannot be part of the compiled program.
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
@@ -239,7 +239,7 @@ def _check_drafter(drafter: Drafter[PyTree] | None, vocab_size: int) -> None:
 
 
 def _defines(drafter: object, name: str) -> bool:
-    """Return whether a drafter has an attribute, other than one that `Drafter` leaves to it."""
+    """Return whether a drafter has an attribute that is not just inherited from `Drafter`."""
     return hasattr(drafter, name) and vars(Drafter).get(name, drafter) is not getattr(type(drafter), name, None)
 
 
@@ -321,8 +321,8 @@ def check_positions(
             limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
             raise ValueError(
                 f"{prompt} and {limited}={new[row]} need {longest} positions, but the {name} model has {limit}; "
-                "shorten one of them (the limit is its max_position_embeddings, or its sliding window if that is "
-                "shorter)."
+                f"shorten the prompt or reduce {limited} (the limit is the model's max_position_embeddings, or its "
+                "sliding window if that is shorter)."
             )
 
 

@@ -38,7 +38,7 @@ def check_sampling(sampling: object, batch: int, vocab_size: int) -> None:
             continue
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):
             raise ValueError(
-                f"{name} must be a number, or a list or array of shape [{batch}] with one for each row; "
+                f"{name} must be a number, or a list or array of shape [{batch}] with one number for each row; "
                 f"got {_describe(value)}."
             )
         values = values_if_known(value)

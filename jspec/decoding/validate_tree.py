@@ -27,7 +27,7 @@ def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: N
     if num_draft_tokens is not DEFAULT:
         raise ValueError(
             f"num_draft_tokens={num_draft_tokens!r} conflicts with a {kind}, whose tree defines what is drafted; "
-            "leave it out."
+            "omit num_draft_tokens."
         )
     if isinstance(tree, DynamicTree) and not rule.shares_noise:
         raise ValueError(
@@ -49,7 +49,7 @@ def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: N
     if independent and rule.shares_noise:
         raise ValueError(
             f"replacement=True draws children independently, but accept={rule_kind} draws all of them "
-            "with the same noise, so they would be the same; use replacement=False."
+            "with the same noise, so they would be equal; use replacement=False."
         )
     vocab_size, positions = target.config.vocab_size, target.config.max_position_embeddings
     if tree.max_children > vocab_size and not independent:
@@ -66,7 +66,7 @@ def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: N
 
 
 def check_chain(name: str, drafter: object) -> None:
-    """Raise TypeError if `drafter` is a tree drafter, which the caller named `name` does not support."""
+    """Raise TypeError if `drafter` is a tree drafter. `name` is the caller's name, for the message."""
     if own_tree(drafter) is not None:
         raise TypeError(
             f"{name} supports chain drafters only, but {kind_of(drafter)} drafts a tree; pass the drafter "

@@ -60,8 +60,8 @@ def verify(
     """Return the target's output for a draft, and its KV cache including the whole draft.
 
     Args:
-        features: as for `jspec.Llama.forward_with_features`; empty for a model without this method.
-        embeddings: as for `jspec.Llama.forward`; None for a model whose method does not take it.
+        features: same as in `jspec.Llama.forward_with_features`; empty for a model without this method.
+        embeddings: same as in `jspec.Llama.forward`; None for a model whose `forward` does not take them.
         allowed: ``bool[B, N + 1, V]``, the allowed tokens at each position; None for all.
     """
     start = state.lengths - 1

@@ -73,7 +73,7 @@ class Attention(nnx.Module):
 
         Args:
             x: ``[B, R, E]``. Rows beyond S are padding, and their results are arbitrary.
-            context: the cache, and the places of the tokens in it.
+            context: the cache, and the tokens' places in it.
 
         Returns:
             The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
@@ -136,7 +136,7 @@ def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
 def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
     """Run `_attend` for queries that see no slots of the first part after their `last` slot.
 
-    On CPU, it reads the shortest sufficient prefix of the slots. Each candidate length is about twice the previous one.
+    CPUs read the shortest sufficient prefix of the slots. Each candidate length is about twice the previous length.
     GPUs without a kernel read all slots, because they would have to wait for the host to choose.
     """
     lengths = _prefixes(parts[0].keys.shape[3])

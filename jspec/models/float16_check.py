@@ -1,4 +1,4 @@
-"""A check that a model's activations fit into float16, whose limit is 65,504, by a float32 pass over a probe prompt."""
+"""A check that a model's activations fit into float16 (limit 65,504), with a float32 pass over a probe prompt."""
 
 from collections.abc import Iterator
 from typing import cast

@@ -73,8 +73,8 @@ def whole_tiles(positions: int) -> int:
 def prefill(model: _Reader, tokens: Array, num_slots: int) -> KVCache:
     """Prefill ``tokens[B, P]`` from position 0, and return the model's cache with room for `num_slots` positions.
 
-    The prefill uses a cache of P slots, which is then copied into the larger one. Attention therefore costs P x P, not
-    P x `num_slots`.
+    The prefill uses a cache of P slots, which is then copied into the larger cache. Attention therefore costs P x P,
+    not P x `num_slots`.
     """
     batch, width = tokens.shape
     _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
@@ -134,7 +134,7 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
 
 
 def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
-    """Rebuild all slots: written slots get their new values, and the others stay the same."""
+    """Rebuild all slots: written slots get their new values, and all other slots stay the same."""
     size, count = slots.shape[axis], new.shape[axis]
     start = jnp.where((start >= 0) & (start + count <= size), start, size)  # drop it as a whole, as `_scatter` does
     at = jnp.expand_dims(jnp.arange(size)[None] - start[:, None], [i for i in (1, 2, 3) if i != axis])
@@ -145,9 +145,9 @@ def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
 def _scatter(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """Scatter row by row.
 
-    XLA would turn a single update into a `dynamic_update_slice`. On CPU, it would fuse that twice, into the cache and
-    into the product that reads the cache, and copy all slots each time. Each row therefore has a second update, which
-    is out of bounds and is dropped. It is part of the row, so that a batch can be sharded.
+    XLA would turn a single update into a `dynamic_update_slice`. On CPU, XLA would fuse that slice twice, into the
+    cache and into the product that reads the cache, and copy all slots each time. Each row therefore has a second
+    update, which is out of bounds and is dropped. This update is part of the row, so that a batch can be sharded.
     """
     dims = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(), scatter_dims_to_operand_dims=(axis - 1,)

@@ -12,9 +12,9 @@ from jspec.models.kv_cache import KVCache
 
 
 class LanguageModel(Protocol):
-    """A decoder that reads tokens through a KV cache. `jspec.Llama` is one.
+    """A decoder that reads tokens through a KV cache, such as `jspec.Llama`.
 
-    Training, quantisation and early exit need more of a model than this; they take a `jspec.Llama`.
+    Training, quantisation and early exit need more than this protocol; they take a `jspec.Llama`.
     """
 
     @property

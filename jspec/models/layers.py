@@ -28,8 +28,8 @@ def _project(weight: Array, scale: nnx.Param[Array] | Array | None, x: Array, dt
     in the product itself. The product is float32 until it is scaled, because an unscaled sum can overflow float16.
 
     Float32 weights are stored as ``[in, out]`` and are the first operand of the product. XLA's CPU kernels then read
-    them at almost full memory bandwidth, for one row or a few. In half precision, that order does not run on CPU. On
-    other devices, the order does not matter.
+    them at almost full memory bandwidth, for one row or a few rows. In half precision, that order does not run on CPU.
+    On other devices, the order does not matter.
     """
     if scale is not None:
         product = _project(weight.astype(x.dtype), None, x, jnp.float32)

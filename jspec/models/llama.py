@@ -37,7 +37,7 @@ class DecoderLayer(nnx.Module):
         Args:
             x: the residual stream.
             normed: x normed by `input_layernorm`. Each layer ends by applying the next layer's `input_layernorm`.
-            context: the cache, and the places of the tokens in it.
+            context: the cache, and the tokens' places in it.
             following: the next layer's `input_layernorm`, or None to skip the norm.
         """
         mixed, keys, values = self.self_attn(normed, context)

@@ -35,15 +35,15 @@ def load(
     """Load a model from a checkpoint.
 
     Args:
-        source: a Hugging Face directory (config.json and safetensors), a Hugging Face Hub id such as
+        source: a Hugging Face directory (config.json and safetensors), a Hugging Face repo id such as
             "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file. GGUF weights are
             dequantised.
         dtype: the dtype of weights, activations and KV cache. The default is float32 on CPU, bfloat16 on GPU and TPU,
             and float16 on a GPU without bfloat16, such as a T4.
         quantize: "int8" stores every matrix as int8 and never holds the whole model unquantised. See `quantize`. Norms,
             biases, activations and KV cache keep `dtype`.
-        sharding: the placement of the weights, either a `jax.sharding.Sharding` for all of them, or a function that
-            returns one for a weight's name and shape, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
+        sharding: the placement of the weights: either one `jax.sharding.Sharding` for all weights, or a function that
+            maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
             more than its own part. An int8 matrix's scales are placed with its columns.
 
     Returns:
@@ -116,7 +116,7 @@ def from_arrays(
 def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
     """Save a model. See `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
-        raise ValueError("The model is int8 and cannot be saved; load it without quantising, and save that.")
+        raise ValueError("The model is int8 and cannot be saved; load it without quantize, and save that model.")
     state = cast(_Leaves, nnx.to_flat_state(nnx.state(model)))
     arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
     return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))

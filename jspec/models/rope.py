@@ -28,7 +28,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Return YaRN's frequencies (Peng et al. 2023, section 3.2), which slow only the slow dimensions."""
+    """Return YaRN's frequencies (Peng et al. 2023, section 3.2), which lower only the low frequencies."""
     size = 2 * frequencies.size
 
     def dimension(turns: float) -> float:

@@ -132,8 +132,8 @@ CASES = [
         "eos_ids must be a sequence of token ids",
     ),
     ("eos_ids", [[2.0], [True], ["</s>"]], "eos_ids must be integer token ids"),
-    ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths; pad the shorter ones with -1"),
-    ("temperature", [[[1.0], [1.0, 2.0], [1.0]]], "rows of different lengths; give one number for each row"),
+    ("eos_ids", [[[1, 2], [3], []]], "rows of different lengths; pad the shorter rows with -1"),
+    ("temperature", [[[1.0], [1.0, 2.0], [1.0]]], "rows of different lengths; pass one number for each row"),
     ("pad_id", [None, 1.5, "0", [0], True, 2**40], "pad_id must be one int32"),
 ]
 SAMPLING = set(jspec.SamplingParams.__dataclass_fields__)

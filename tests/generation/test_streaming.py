@@ -107,7 +107,7 @@ def test_mistakes_are_told_at_once(pair):
     target, draft, tokenizer = pair
     for wrong, message in (
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"max_new_tokens": 10**6}, "shorten one of them"),
+        ({"max_new_tokens": 10**6}, "shorten the prompt or reduce"),
         ({"stop": [""]}, "stop"),
         ({"num_draft_tokens": 0}, "num_draft_tokens"),
         ({"seed": -1}, "seed"),

@@ -30,7 +30,7 @@ def project_add_norm(
     Args:
         x: ``[B, S, E]``, bfloat16, the stream before the block.
         inner: ``[B, S, I]``, the input of the block's last projection.
-        weight: ``[I, E]``, that projection.
+        weight: ``[I, E]``, the weight of that projection.
         gamma: ``[E]``, the weight of the norm that follows. See `jspec.models.layers.RMSNorm`.
         eps: the epsilon of the norm.
         interpret: whether to interpret the kernel, which is slow but runs on any platform.

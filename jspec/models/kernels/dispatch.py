@@ -1,4 +1,4 @@
-"""The decision whether a program uses a kernel. The platform and the device count are known only at lowering."""
+"""The choice of whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
 import functools
 import importlib.util
@@ -64,7 +64,7 @@ def _choose(
 
     On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. The same
     holds for a JAX without Pallas' Triton backend, which has been deprecated since 0.11. XLA cannot divide a kernel.
-    With several devices, it would gather caches and weights on each of them. Under `jax.shard_map` there is nothing to
+    With several devices, it would gather caches and weights on each device. Under `jax.shard_map` there is nothing to
     divide. `jax.vmap` and derivatives use `otherwise`.
 
     Args:
