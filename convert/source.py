@@ -20,7 +20,7 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """Return the local path of `source`.
 
-    A `source` that exists is returned unchanged. Otherwise it is resolved as a model name (`convert.hub_names`) or a
+    A `source` that exists is returned unchanged. Otherwise, it is resolved as a model name (`convert.hub_names`) or a
     Hugging Face repo id `org/name`. A named model is downloaded only if it is not found on this machine.
 
     Raises:

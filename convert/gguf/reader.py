@@ -27,7 +27,7 @@ class GgufTensor(Tensor):
     """A tensor in a GGUF file. Its `dtype` is float32 if it is quantised.
 
     Attributes:
-        interleaved: the number of heads whose rows alternate between the two halves; 0 if the rows are in order.
+        interleaved: the number of heads whose first-half and second-half rows alternate; 0 if the rows are in order.
     """
 
     stored: Stored

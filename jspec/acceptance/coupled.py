@@ -22,7 +22,7 @@ class Coupled(Rule):
     they match. The output is therefore the same, token for token, as that of `jspec.generate` for the same key,
     whatever the draft, its tree and K. Only rounding in the logits can change it.
 
-    On a chain this rule accepts fewer tokens than `Rejection`, whose coupling is optimal. If each vocabulary token had
+    On a chain, this rule accepts fewer tokens than `Rejection`, whose coupling is optimal. If each vocabulary token had
     one random number, the acceptance rate would be at least ``(1 - d) / (1 + d)``, where d is the total variation
     distance between p and q. In jspec it may be lower, because sampling a token takes two draws
     (`jspec.core.probs.sample_with_noise`).

@@ -17,8 +17,8 @@ from jspec.core.types import Draft, Verdict
 class Traversal(Rule):
     """Traversal verification (Weng et al. 2025, algorithm 3), which verifies a tree as a whole, from leaves to root.
 
-    On a chain it is the same as `Block`. In a tree it can accept a branch that `Rejection` abandons at its first nodes,
-    if the whole branch is likely enough.
+    On a chain, it is the same as `Block`. In a tree, it can accept a branch that `Rejection` abandons at its first
+    nodes, if the whole branch is likely enough.
     """
 
     exact: ClassVar[bool] = True

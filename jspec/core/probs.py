@@ -30,7 +30,10 @@ def residual(target_probs: Array, draft_probs: Array) -> Array:
 
 
 def sample(keys: Array, probs: Array) -> Array:
-    """Sample one token per row exactly from ``probs[B, V]``, as ``int32[B]``. This consumes the typed keys ``[B]``."""
+    """Sample one token per row exactly from ``probs[B, V]``, as ``int32[B]``.
+
+    The typed keys ``keys[B]`` are consumed; do not reuse them.
+    """
     return sample_with_noise(gumbel(keys, probs.shape[-1]), probs)
 
 

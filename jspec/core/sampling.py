@@ -107,7 +107,7 @@ def _is_default(name: str, value: object) -> bool:
 
 @pytree
 class LogitsTransforms:
-    """`SamplingParams` as the program accepts them: numbers or arrays, and None for fields that are left out."""
+    """`SamplingParams` in the form that programs accept: numbers or arrays, with None for omitted fields."""
 
     temperature: Any  # an array in the running program; drafters index its rows
     top_k: float | Array | np.ndarray | None

@@ -133,7 +133,7 @@ class Verdict:
         num_accepted: ``int32[B]`` in 0..K, the length of the accepted prefix of the draft.
         next_token: ``int32[B]``, the token after that prefix: a correction, or a bonus if all K were accepted.
         distortion: ``float32[B, K + 1]`` for a lossy rule: at each position, the total variation distance between the
-            token's distribution and the target's. For a tree it is an upper bound, either on that distance averaged
+            token's distribution and the target's. For a tree, it is an upper bound, either on that distance averaged
             over drafts (`Lenient`), or on the distance of the whole round (`Typical`). None for an exact rule.
         path: ``int32[B, max_depth]``, the accepted nodes of a tree by depth, followed by arbitrary values; None for a
             chain.
@@ -162,7 +162,7 @@ class Stats:
         judged_at: ``int32[B, K]``, the number of rounds in which draft token k was verified.
         invalid: ``bool[B]``, whether the target's logits were NaN, +inf or all -inf. The row stopped at that point.
         distortion: ``float32[B]``. For a lossy rule, the total variation distance between the distribution that each
-            token was sampled from and the target's, summed over the generated tokens. For a tree it is an upper bound
+            token was sampled from and the target's, summed over the generated tokens. For a tree, it is an upper bound
             on that sum. It is 0 for an exact rule and NaN for a lossy rule that does not report it.
     """
 

@@ -50,7 +50,7 @@ def _begins_with_padding(first: _Ints, run: _Ints, pad: int | None, bos: int | N
 
 
 def _begins_with_one_pad(tokens: _Ints, lengths: _Ints, run: _Ints, pad: int | None) -> _Bools:
-    """Return which rows begin with a single pad id that the lengths show to be padding.
+    """Return which rows begin with a single pad id that must be padding, judging by the lengths.
 
     In this case, all lengths are equal and another row begins with text, or the length omits one token of text.
     """
@@ -66,7 +66,7 @@ def _starts_later(
     """Return which rows have BOS after a run of one other id, if all rows have BOS and some row begins with BOS.
 
     A run of one token counts as padding only if its id usually serves as padding or the length omits one token.
-    Otherwise it may be text, such as a line break before BOS.
+    Otherwise, it may be text, such as a line break before BOS.
     """
     width, starts = tokens.shape[1], tokens[:, 0] == bos
     if bos is None or not starts.any() or starts.all():

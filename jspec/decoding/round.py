@@ -159,7 +159,11 @@ def _target_signals(target: Llama, drafter: Drafter[PyTree], read: TargetOutput)
 
 
 def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:
-    """Return the noise for drafting, ``float32[B, K, C, 2, W]``: independent for each node, or the target's for all."""
+    """Return the noise for drafting, ``float32[B, K, C, 2, W]``.
+
+    Each node has independent noise, unless the rule shares the target's noise or the row is coupled. In those cases,
+    all nodes at one depth use the target's noise for that position.
+    """
     own = None if rule.shares_noise else draft_noise(params.keys, positions, vocab_size, tree.max_width)
     coupled = params.coupled
     if own is not None and coupled is None:

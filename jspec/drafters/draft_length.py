@@ -150,7 +150,7 @@ class ByConfidence(AtMost):
     """A policy like `WhileConfident` that adapts each row's threshold to reach a desired acceptance rate.
 
     The threshold starts at 0.4. Let m be the number of verified draft tokens in a round and n the number of accepted
-    ones, both without the round's first draft token. After the round the threshold changes by
+    ones, both without the round's first draft token. After the round, the threshold changes by
     ``0.05 (acceptance m - n)``, and stays between 0 and 1. This is a stochastic approximation with a constant step, so
     it adapts as the text changes (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first
     token is drafted at any confidence, so it carries no information about the threshold. If even the tokens after the
@@ -207,7 +207,7 @@ class ByAcceptance(AtMost):
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8). c is `cost_ratio`,
     and a is the share of accepted draft tokens among the verified ones. Older rounds count less, by a factor of 0.9 per
-    round. Before the first round a is 1/2, and this initial value counts as much as two draft tokens.
+    round. Before the first round, a = 1/2, and this initial value counts as much as two draft tokens.
 
     Attributes:
         cost_ratio: the cost of one more draft token, including its row in verification, as a fraction of the cost of

@@ -40,7 +40,7 @@ class PromptSignals:
         return self.lengths
 
     def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...]) -> Self:
-        """Select the signals for a part that requests `wanted`, out of a combined drafter's `features`."""
+        """Select the signals that one part of a combined drafter requests (`wanted`) from all of its `features`."""
         if not wanted:
             return dataclasses.replace(self, features=None, lengths=None, target=None)
         return dataclasses.replace(self, features=_columns(self.features, features, wanted))

@@ -195,7 +195,7 @@ class Loop:
     def _plan_repeat(self) -> int | None:
         """Return the running call's draft length if it is time to repeat that call undisturbed, to measure its cost.
 
-        Otherwise the cost of a round would never be measured while requests are always waiting or prefilling.
+        Otherwise, the cost of a round would never be measured while requests are always waiting or prefilling.
         """
         if not self._in_flight or not (decoding := self._scheduler.decoding()):
             return None

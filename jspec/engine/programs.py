@@ -148,7 +148,7 @@ def _record_piece(
     count: Array,
     target_features: Array | None,
 ) -> Slots:
-    """Return the slots after the target has read a piece. `target_features` are None if the drafter requests none."""
+    """Return the slots after the target has read a piece. `target_features` is None if the drafter requests none."""
     state, features = slots.state, features_of(drafter)
     at, end = start[None], start + count + 1
     tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))

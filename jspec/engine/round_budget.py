@@ -46,7 +46,10 @@ class RoundBudget:
         return kind in self._measured_alone and self._calls_since[kind] % _STALE_AFTER == _STALE_AFTER - 1
 
     def exclude_time(self, seconds: float) -> None:
-        """Record `seconds` without a check for the running call's end. After too many, discard the call's cost."""
+        """Record `seconds` in which the running call's end was not checked.
+
+        If these make up too much of the call's time, `record_call` ignores the call.
+        """
         self._excluded += seconds
 
     def record_call(self, kind: Hashable, rounds: int, back_to_back: bool, alone: bool) -> None:
@@ -65,7 +68,7 @@ class RoundBudget:
         self._last_end = now
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record the cost of a round of a kind. A round that did not run `alone` counts only until another has."""
+        """Record the cost of a round of a kind. One that did not run `alone` counts until one has."""
         if not alone and kind in self._measured_alone:
             return
         if alone:

@@ -213,8 +213,8 @@ def complete(
     Raises:
         ValueError: a prompt is empty or malformed; there is no template for a conversation, or the template rejects it;
             `template` is malformed, or was passed without a conversation; `stop` contains an empty string; a drafting
-            argument was passed without a draft; or for any reason that `jspec.speculative_generate` lists.
-        TypeError: `tokenizer` is not a tokenizer; or for any reason that `jspec.speculative_generate` lists.
+            argument was passed without a draft; or any of the reasons listed under `jspec.speculative_generate`.
+        TypeError: `tokenizer` is not a tokenizer; or any of the reasons listed under `jspec.speculative_generate`.
     """
     options = {"num_draft_tokens": num_draft_tokens, "accept": accept}
     options = {name: value for name, value in options.items() if value is not None}
@@ -251,7 +251,7 @@ def prepare(
 def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
     """Return `num_draft_tokens`, or the default. A lookup drafter drafts up to that number, and none without a match.
 
-    By default, the fallback of a lookup drafter drafts while it is confident, provided that it reports its confidence.
+    By default, the fallback of a lookup drafter stops drafting when it becomes unsure, if it reports its confidence.
     """
     wanted = default_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):

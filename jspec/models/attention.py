@@ -30,7 +30,7 @@ class AttentionContext:
     Attributes:
         keys: ``[B, G, D, T]``, this layer's part of the cache.
         values: ``[B, G, T, D]``, this layer's part of the cache.
-        slots: ``int32[B, S]``, consecutive in each row. Slot numbers include those of `past`.
+        slots: ``int32[B, S]``, consecutive in each row. Numbering starts with the slots of `past`, if any.
         tables: from `jspec.models.rope.rope_tables`.
         past: a read-only cache whose positions come before those of `keys` and `values`: its keys, values and rows,
             and ``int32[B]``, the number of its slots in use.

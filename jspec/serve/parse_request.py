@@ -140,7 +140,7 @@ def _template(served: Served, body: Body) -> dict[str, object]:
 
 
 def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
-    """Reject text that is too long before tokenizing it, which might take seconds."""
+    """Reject text that is too long before tokenizing it, which might take several seconds."""
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(
             f"There are {longest} characters in {param}, too many for the {served.max_length} tokens that prompt and "

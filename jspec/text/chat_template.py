@@ -90,9 +90,9 @@ def encode(
 def room(wanted: int, batch: Batch, positions: int) -> int:
     """Round up the `wanted` number of new tokens, so that other numbers reuse the compiled program.
 
-    `max_tokens` sets the actual limit. The result is a power of two if the models have enough positions. Otherwise it
-    is the number of positions that remain after the padded prompts, or after the longest prompt. If these are too few,
-    the result is `wanted`, so that the error names it.
+    `max_tokens` sets the actual limit. The result is a power of two if the models have enough positions. Otherwise, it
+    is the number of positions that remain after the padded prompts, or after the longest prompt. If too few positions
+    remain, the result is `wanted`, so that the error message shows the number that the caller passed.
     """
     most = positions - int(batch.lengths.max())
     sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most

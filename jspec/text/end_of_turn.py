@@ -35,7 +35,7 @@ def _end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
 def _rendered(tokenizer: Tokenizer, template: str) -> str:
     """Return the conversation as rendered by the template.
 
-    Transformers would render it identically, but importing transformers takes seconds.
+    Transformers would render it identically, but importing transformers takes several seconds.
     """
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,7 +1,7 @@
 """Tokenizers read from tokenizer.json or a GGUF file.
 
 The tokenizers library uses these files without changes. Some tokenizer classes in transformers instead rebuild the
-tokenizer from its class name, which changes ids. Importing transformers also takes seconds.
+tokenizer from its class name, which changes ids. Importing transformers also takes several seconds.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _NO_TOKENS = frozenset({"unk_token"})  # stands for text that has no token, so d
 
 
 def transformers() -> ModuleType:
-    """Import transformers, which takes seconds.
+    """Import transformers, which takes several seconds.
 
     Suppress its notice that PyTorch is missing, because jspec does not need PyTorch.
     """

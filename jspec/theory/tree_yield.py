@@ -19,7 +19,7 @@ def tree_yield(tree: Tree, acceptance_by_rank: ArrayLike) -> float:
 
     Args:
         tree: a tree whose nodes have at most R children.
-        acceptance_by_rank: `[R]`, the probability that the child of each rank is the accepted child, by rank.
+        acceptance_by_rank: `[R]`, for each rank, the probability that the child of that rank is the accepted one.
 
     Raises:
         ValueError: `tree` is not a `Tree`, or the rates are invalid or too few.

@@ -18,7 +18,7 @@ from jspec.training.target_states import TargetStates, run_target
 
 
 def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
-    """Restrict the tokens to learn to those where the most likely tokens of `drafter` and the target differ.
+    """Keep only the learned tokens that `drafter` gets wrong: its most likely token differs from the target's.
 
     This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are dropped.
 

@@ -96,8 +96,8 @@ def fit(
 ) -> Weights:
     """Train from the latest checkpoint in `folder`. Call ``say`` after every step and every evaluation.
 
-    A run may be stopped at any moment. A run that is restarted on the same number of devices takes the same steps as an
-    uninterrupted run.
+    A run can be interrupted at any time. A run that is restarted on the same number of devices takes the same steps as
+    an uninterrupted run.
     """
     training = begin(trainee, schedule)
     early = training.step

@@ -65,7 +65,7 @@ def tune(
         accept: the acceptance rule, same as in `speculative_generate`.
 
     Returns:
-        A `Tuning`. If it has a ``tree``, draft that tree with a `jspec.TreeDrafter`. Otherwise pass its
+        A `Tuning`. If it has a ``tree``, draft that tree with a `jspec.TreeDrafter`. Otherwise, pass its
         ``num_draft_tokens`` to `speculative_generate`, unless that is 0.
 
     Raises:

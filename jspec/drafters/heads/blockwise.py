@@ -60,7 +60,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     ) -> "BlockwiseDrafter":
         """Return a drafter with a random layer, to train for `target` or to fill with weights.
 
-        If `inner_size` is None, the authors' inner size is used.
+        If `inner_size` is None, the inner size from the paper is used.
         """
         check_count("num_heads", num_heads)
         inner = num_heads * target.config.intermediate_size if inner_size is None else inner_size

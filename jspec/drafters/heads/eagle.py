@@ -43,8 +43,8 @@ class _Read:
 class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`) that was trained for this target.
 
-    After every round the head reads the accepted tokens again, with the target's own states in place of the states that
-    the head predicted (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree
+    After every round, the head reads the accepted tokens again, with the target's own states in place of the states
+    that the head predicted (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree
     (`jspec.TreeDrafter`), and EAGLE-2 on a dynamic tree (`jspec.DynamicTreeDrafter`). Generation-3 weights are EAGLE-3.
 
     Attributes:

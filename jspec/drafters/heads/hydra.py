@@ -27,7 +27,7 @@ class HydraHead(nnx.Module):
     Args:
         num_tokens: n.
         num_blocks: the number of layers, including the one that reads z.
-        own_head: whether the head has its own output head, with a bias. Otherwise it uses the target's output head.
+        own_head: whether the head has its own output head, with a bias. Otherwise, it uses the target's output head.
     """
 
     def __init__(

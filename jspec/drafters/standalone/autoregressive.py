@@ -46,7 +46,7 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
     def unrolled(self) -> bool:
         """Whether a chain is drawn without a loop, so that `level.depth` is an int and the carry may grow with depth.
 
-        This suits a small number of steps that differ from each other. All steps then run, whatever a row's draft
+        Unrolling suits a small number of steps that differ from each other. All steps then run, whatever a row's draft
         length.
         """
         return False

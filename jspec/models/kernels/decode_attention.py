@@ -2,11 +2,11 @@
 """Decode attention as one Pallas kernel for NVIDIA GPUs, from the fused projection to the output projection's input.
 
 Kernel launches dominate the time of a layer in decoding. XLA needs about ten launches to rotate, write the cache and
-attend. In this kernel, each program handles one row, one group of heads and a share of the filled slots. It rotates its
-queries and processes its share block by block. Its softmax is rescaled whenever a larger score appears (Milakov and
-Gimelshein 2018). The sums of several shares are combined afterwards (flash-decoding, Dao et al. 2023). The new tokens
-are read directly from the projection, and the program with the last share writes them. No program depends on another
-program's writes.
+attend. In this kernel, each program handles one row, one group of heads and a share of the filled slots. The program
+rotates its queries and processes its share block by block. Its softmax is rescaled whenever a larger score appears
+(Milakov and Gimelshein 2018). The sums of several shares are combined afterwards (flash-decoding, Dao et al. 2023). The
+new tokens are read directly from the projection, and the program with the last share writes them. No program depends on
+another program's writes.
 """
 
 import functools
