@@ -103,7 +103,7 @@ def _gguf(directory: Path) -> str | None:
     if not whole:
         return (
             f"{directory} holds a GGUF file in parts ({listing(found)}) and no *.safetensors file; join them with "
-            f"`llama-gguf-split --merge {directory / found[0]} OUT.gguf` and name that file."
+            f"`llama-gguf-split --merge {directory / found[0]} OUT.gguf` and pass that file."
         )
     return (
         f"{directory} holds {listing(found)} and no *.safetensors file; name the GGUF file itself, as in "

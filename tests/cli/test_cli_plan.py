@@ -143,7 +143,7 @@ MODELS = {
     "no model": (
         ["TARGET", "lookup"],
         2,
-        "DRAFT lookup is not a model, and jspec plan supports only models; measure it with",
+        "DRAFT lookup is not a model, and jspec plan supports only models; measure this draft with",
     ),
     "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is not a model, and jspec plan supports"),
     "no draft": (["TARGET", "none"], 2, "DRAFT none is not a model"),

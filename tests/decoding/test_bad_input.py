@@ -62,7 +62,7 @@ CASES = [
     ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", ["", "Auto", "auto ", b"auto"], '"auto", an object such as .*, or a Python int of at least 1'),
-    ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten one"),
+    ("max_new_tokens", [252, 10**9], r"positions, but the target model has 256; shorten the prompt"),
     # models
     ("target", [None, "model", {}], "pass a model, such as one from jspec.load"),
     ("draft", [None, "model", lambda *_: None], "pass a jspec.Llama or a drafter"),

@@ -96,7 +96,7 @@ def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
         (lambda: heads.kangaroo(TARGET, 0), "num_layers must be an int of at least 1; got 0"),
         (
             lambda: jspec.KangarooDrafter(other_size(), 1),
-            "made for a hidden size of 24, but the target's is 16; use one",
+            "made for a hidden size of 24, but the target's is 16; use a drafter",
         ),
     ],
 )

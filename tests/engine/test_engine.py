@@ -263,7 +263,7 @@ def test_bad_requests_are_refused_at_once(engine):
         (Request((1,), 3, top_logprobs=VOCAB + 1), "top_logprobs must be between 0 and 8"),
         (Request((1,), 3, jspec.SamplingParams(min_tokens=np.array([2]))), "for one request"),
         (Request((1,), 3, jspec.SamplingParams(temperature=np.array([0.7]))), "for one request"),
-        (Request((1,), 3, jspec.SamplingParams(max_tokens=2)), "its max_new_tokens"),
+        (Request((1,), 3, jspec.SamplingParams(max_tokens=2)), "limit a request with max_new_tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(request, print)
