@@ -59,7 +59,7 @@ class _DuckRule(Rule, Adapter):
     rule: _RuleMethods
 
     @property
-    def adaptee(self) -> object:
+    def original(self) -> object:
         return self.rule
 
     @property

@@ -36,7 +36,7 @@ class Adapter:
     """A base class of adapters around objects of callers that do not derive from jspec's classes."""
 
     @property
-    def adaptee(self) -> object:
+    def original(self) -> object:
         """The object that the caller passed."""
         raise NotImplementedError
 
@@ -44,12 +44,12 @@ class Adapter:
         """Return an attribute that only the caller's object has."""
         if name.startswith("__") or not vars(self):  # pickle and copy look for methods before there are any fields
             raise AttributeError(name)
-        return getattr(self.adaptee, name)
+        return getattr(self.original, name)
 
 
 def passed(value: object) -> object:
     """Return the object that the caller passed: `value`, or what it is an adapter of."""
-    return value.adaptee if isinstance(value, Adapter) else value
+    return value.original if isinstance(value, Adapter) else value
 
 
 def check_count(name: str, value: object) -> None:

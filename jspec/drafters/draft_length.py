@@ -288,7 +288,7 @@ class _DuckLength(DraftLength, Adapter):
     length: _Length
 
     @property
-    def adaptee(self) -> object:
+    def original(self) -> object:
         return self.length
 
     @property

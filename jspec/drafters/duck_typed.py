@@ -16,7 +16,7 @@ class DuckDrafter(Drafter[PyTree], Adapter):
     draft: AskingDrafter
 
     @property
-    def adaptee(self) -> object:
+    def original(self) -> object:
         return self.draft
 
     @property

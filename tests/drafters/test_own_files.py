@@ -45,7 +45,9 @@ def test_a_drafter_comes_back(tmp_path, name):
 def test_one_of_another_target_is_refused(tmp_path, name):
     drafter = MADE[name](TARGET)
     drafter.save(tmp_path / "drafter")
-    with pytest.raises(ValueError, match=r"Drafter was made for a target whose hidden_size is 16, .* is 24; use a drafter"):
+    with pytest.raises(
+        ValueError, match=r"Drafter was made for a target whose hidden_size is 16, .* is 24; use a drafter"
+    ):
         type(drafter).load(tmp_path / "drafter", OTHER)
 
 

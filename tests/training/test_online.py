@@ -105,7 +105,7 @@ def test_what_cannot_learn():
         jspec.online.Learner(TARGET, jspec.NGramDrafter())
     with pytest.raises(ValueError, match="loss is 'l2'; expected one of kl"):
         jspec.online.Learner(TARGET, EagleDrafter(eagle_heads.eagle(TARGET)), loss="l2")
-    with pytest.raises(ValueError, match="HydraDrafter has 2 heads, but a draft of 4 tokens"):
+    with pytest.raises(ValueError, match="HydraDrafter has 2 heads, but a draft of 4 consecutive tokens"):
         jspec.online.Learner(TARGET, jspec.HydraDrafter.untrained(TARGET, 2, rngs=nnx.Rngs(0)))
     learner = jspec.online.Learner(TARGET, EagleDrafter(eagle_heads.eagle(TARGET)))
     out = jspec.generate(TARGET, jnp.ones((1, 2), int), [2], jax.random.split(jax.random.key(0), 1), max_new_tokens=4)
