@@ -7,6 +7,7 @@ decoding and never the output distribution.
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -254,7 +255,7 @@ class Stateless(Drafter[State]):
     @default
     def keeps_nothing(self) -> bool:
         """Whether the drafter inherits `init` from this class."""
-        return type(self).init is Stateless.init
+        return is_stateless_init(type(self).init)
 
     # A subclass whose state is not empty overrides `init`.
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
@@ -264,6 +265,12 @@ class Stateless(Drafter[State]):
     def commit(self, state: State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> State:
         """Return `state` unchanged."""
         return state
+
+
+def is_stateless_init(method: Callable[..., PyTree] | None) -> bool:
+    """Return whether `method` is the `init` of `Stateless`, however it is wrapped."""
+    own = cast(Callable[..., PyTree], Stateless.init)
+    return method is not None and inspect.unwrap(method) is inspect.unwrap(own)
 
 
 _NO_DRAFTER = Drafter[PyTree]()

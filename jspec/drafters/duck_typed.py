@@ -5,7 +5,7 @@ from typing import cast
 from jax import Array
 
 from jspec.core.types import Adapter, Draft, PyTree, Verdict, pytree
-from jspec.drafters.base import AskingDrafter, Context, Drafter, Stateless
+from jspec.drafters.base import AskingDrafter, Context, Drafter, is_stateless_init
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, taking_signals
 
 
@@ -29,7 +29,7 @@ class DuckDrafter(Drafter[PyTree], Adapter):
 
     @property
     def keeps_nothing(self) -> bool:
-        return getattr(type(self.draft), "init", None) is Stateless.init
+        return is_stateless_init(getattr(type(self.draft), "init", None))
 
     @property
     def can_read(self) -> bool:

@@ -80,8 +80,7 @@ class TargetSignals:
         likeliest = None if self.likeliest is None or not num_likeliest else self.likeliest[..., :num_likeliest]
         if not wanted:
             return dataclasses.replace(self, features=None, likeliest=likeliest, target=None)
-        mine = _columns(self.features, features, wanted)
-        return dataclasses.replace(self, features=mine, likeliest=likeliest)
+        return dataclasses.replace(self, features=_columns(self.features, features, wanted), likeliest=likeliest)
 
     def map(self, select: Callable[[Array], Array]) -> Self:
         """Apply `select`, which picks nodes, to all arrays ``[B, N + 1, ...]``."""
@@ -121,29 +120,32 @@ def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Re
 
     @functools.wraps(method)
     def in_both_forms(*args: object, **kwargs: object) -> Result:
-        signals = kwargs.get("signals", args[-1] if args else None)
-        if not isinstance(signals, PromptSignals | TargetSignals):
-            return method(*args, **kwargs) if parameter is None else in_both_forms(*_packed(name, args, kwargs))
-        others, named = args if "signals" in kwargs else args[:-1], kwargs.copy()
-        named.pop("signals", None)
+        if "signals" not in kwargs and not (args and isinstance(args[-1], PromptSignals | TargetSignals)):
+            if parameter is None:
+                return method(*args, **kwargs)
+            args, kwargs = _packed(name, args, kwargs)
+        *others, signals = args if "signals" not in kwargs else (*args, kwargs.pop("signals"))
         if parameter is None:
-            more, requested = signals.arguments
-            return method(*others, *more, **named, **requested)
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            return method(*others, **named, signals=signals)
-        return method(*others, signals, **named)
+            more, requested = cast(PromptSignals | TargetSignals, signals).arguments
+            return method(*others, *more, **kwargs, **requested)
+        if kwargs or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            return method(*others, **kwargs, signals=signals)
+        return method(*others, signals, **kwargs)
 
     return in_both_forms
 
 
-def _packed(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-    """Return positional arguments that end with `signals`, from separate arguments of the method called `name`."""
-    requested = cast(dict[str, Any], kwargs)
-    if name != "commit":
-        return *args, PromptSignals(**requested)
-    if "hidden" in requested:
-        return *args, TargetSignals(**requested)
-    return *args[:-1], TargetSignals(cast(Array, args[-1]), **requested)
+def _packed(
+    name: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Return the arguments of the method called `name` with those that are signals packed into ``signals``."""
+    kind = TargetSignals if name == "commit" else PromptSignals
+    fields = [field.name for field in dataclasses.fields(kind)]
+    requested: dict[str, Any] = {key: kwargs[key] for key in kwargs if key in fields}
+    if kind is TargetSignals and "hidden" not in requested:
+        requested["hidden"], args = args[-1], args[:-1]
+    others = {key: value for key, value in kwargs.items() if key not in fields}
+    return args, others | {"signals": kind(**requested)}
 
 
 class TakingSignals:
@@ -158,17 +160,11 @@ class TakingSignals:
 
     def __init__(self, attribute: Any, owner: type, name: str) -> None:
         self._attribute, self._owner, self._name = attribute, owner, name
-        self._unbound: Any = None
 
     def __get__(self, instance: object, owner: type) -> Any:
-        if instance is None and self._unbound is not None:  # one object, so that it can be compared
-            return self._unbound
         method = self._method(instance, owner)
-        if not callable(method):  # a property, read from the class
-            return method
-        both = taking_signals(method, self._name)
-        self._unbound = both if instance is None else self._unbound
-        return both
+        # A property is not callable if it is read from the class.
+        return taking_signals(method, self._name) if callable(method) else method
 
     def _method(self, instance: object, owner: type) -> object:
         if self._attribute is None:

@@ -21,7 +21,6 @@ from jspec.drafters.chunked_prefill import begin, can_read, prefill_chunk
 from jspec.drafters.draft_length import DEFAULT, as_draft_length
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import as_drafter
-from jspec.engine import Engine, Request
 from jspec.generation.complete import default_draft_length
 from support import toys
 
@@ -272,75 +271,6 @@ def _lacks():
     return type("Lacks", (), {"budget": Two.budget})()
 
 
-class Forwards:
-    """A cooperative class that takes separate arguments and passes them on."""
-
-    def init(self, tokens, num_slots, **requested):
-        return super().init(tokens, num_slots, **requested)
-
-    def commit(self, state, draft, verdict, hidden, **requested):
-        return super().commit(state, draft, verdict, hidden=hidden, **requested)
-
-
-class Returns(Stateless):
-    """A drafter that takes signals, and returns them."""
-
-    def init(self, tokens, num_slots, signals):
-        return signals
-
-    def commit(self, state, draft, verdict, signals):
-        return signals
-
-
-def test_a_call_in_the_other_form_is_translated():
-    signals = TargetSignals("hidden", "features", "likeliest", "target")
-    for one in (Returns(), type("Both", (Forwards, Returns), {})()):
-        assert one.commit((), None, None, signals) == one.commit((), None, None, signals=signals) == signals
-        requested = {"features": "features", "likeliest": "likeliest", "target": "target"}
-        assert one.commit((), None, None, "hidden", **requested) == signals
-        assert one.init("tokens", 5) == NO_SIGNALS
-        assert one.init("tokens", 5, features="features").features == "features"
-
-
-def test_a_method_may_be_any_object_that_a_class_can_hold():
-    def commit(option, state, draft, verdict, hidden):
-        return option, hidden
-
-    class Object:
-        def __call__(self, state, draft, verdict, hidden):
-            return "option", hidden
-
-    def later(self, state, draft, verdict, *, signals):
-        return "option", signals.hidden
-
-    for one in (
-        functools.partial(commit, "option"),
-        functools.partialmethod(lambda self, *rest: commit(*rest), "option"),
-        property(lambda self: functools.partial(commit, "option")),
-        Object(),
-        later,
-    ):
-        made = type("Given", (Stateless,), {"commit": one})()
-        assert made.commit((), None, None, TargetSignals("hidden")) == ("option", "hidden")
-
-
-def test_the_order_of_base_classes_decides_whose_method_it_is():
-    class Sub(Forwards):
-        def commit(self, state, draft, verdict, hidden):
-            return "sub"
-
-    first = type("First", (Forwards, Returns), {})
-    assert type("Second", (first, Sub), {})().commit((), None, None, TargetSignals("hidden")) == "sub"
-
-
-def test_a_wrapper_that_forwards_attributes_has_those_of_the_wrapped_drafter():
-    class Wrapper(Stateless):
-        def __getattr__(self, name):
-            return getattr(jspec.ModelDrafter(TARGET), name)
-
-    assert Wrapper().max_positions == TARGET.config.max_position_embeddings and Wrapper().tree is None
-
-
 def test_an_adapter_shows_what_it_holds():
     length = type("Length", (), {"max_draft_tokens": 2, "needs_confidence": False, "secret": 5})()
     assert as_draft_length(length).secret == 5
@@ -348,27 +278,3 @@ def test_an_adapter_shows_what_it_holds():
     combined = jspec.FallbackDrafter(jspec.NGramDrafter(3, 2), pytree(type("Given", (Plain,), {"secret": 6}))())
     assert as_drafter(given).secret == combined.second.secret == 6
     assert can_read(as_drafter(type("Given", (Plain,), {"init": Stateless.init})()))
-
-
-def test_an_engine_begins_a_drafter_that_takes_signals():
-    """The engine passes signals to `init` of a drafter that cannot read a prompt in pieces."""
-    again = pytree(type("Again", (Again,), {}))()
-    with Engine(TARGET, again, slots=1, max_length=32, num_draft_tokens=2) as engine:
-        assert len(engine.generate([Request((1, 2, 3), 5)])[0].tokens) == 5
-
-
-class Again(Drafter):
-    """The drafter that the docs teach: it repeats the last token."""
-
-    vocab_size = None
-
-    def init(self, tokens, num_slots, signals):
-        return ()
-
-    def propose(self, state, context, num_draft_tokens):
-        last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-        tokens = jnp.repeat(last, num_draft_tokens, axis=1)
-        return jspec.drafters.Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
-
-    def commit(self, state, draft, verdict, signals):
-        return state
