@@ -1,4 +1,4 @@
-"""The device's read bandwidth, taken from the device step's file, or measured if there is no such file."""
+"""The device's read bandwidth, read from the device step's results, or measured if there are none."""
 
 import json
 from typing import Any

@@ -66,7 +66,7 @@ def number_of_drafts(target: LanguageModel, drafter: object, num_draft_tokens: N
 
 
 def check_chain(name: str, drafter: object) -> None:
-    """Raise TypeError if `drafter` is a tree drafter. `name` is the caller's name, for the message."""
+    """Raise TypeError if `drafter` is a tree drafter. The error message calls the caller `name`."""
     if own_tree(drafter) is not None:
         raise TypeError(
             f"{name} supports chain drafters only, but {kind_of(drafter)} drafts a tree; pass the drafter "

@@ -60,16 +60,16 @@ class HorizontalDrafter(PairDrafter):
         first = as_draft(better, first, part_context, at)
         if not rest:
             return first, (first_state, state[1])
-        behind = _behind(context, first, context.unread + at - rest)
-        second, second_state = cheaper.propose(state[1], behind, rest)
-        second = as_draft(cheaper, second, behind, rest)
+        later = _context_after(context, first, context.unread + at - rest)
+        second, second_state = cheaper.propose(state[1], later, rest)
+        second = as_draft(cheaper, second, later, rest)
         # A draft token cannot follow a token that was not drafted.
         probs = jnp.where((num_guessed(first) == at)[:, None, None], second.probs, 0)
         tokens = jnp.concatenate([first.tokens, second.tokens], axis=1)
         return Draft(tokens, jnp.concatenate([first.probs, probs], axis=1)), (first_state, second_state)
 
 
-def _behind(context: Context, draft: Draft, unread: int) -> Context:
+def _context_after(context: Context, draft: Draft, unread: int) -> Context:
     """Return `context` for a drafter that continues after `draft`."""
     size, counts = draft.tokens.shape[1], context.token_counts
     view = TargetView(context.target.model, context.target.cache, context.target.unread + size)
