@@ -24,14 +24,14 @@ from jspec.cli.engine_args import compile_all, engine_of
 from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
-    from jspec.cli.model_args import Drafting
     from jspec.core.sampling import SamplingParams
     from jspec.core.tokenizer import Tokenizer
+    from jspec.drafters.base import DraftSource
     from jspec.engine import Engine
     from jspec.generation.complete import Completion
     from jspec.text.chat_template import Message, Prompt
 
-    _LengthOf: TypeAlias = Callable[[Drafting], object]
+    _LengthOf: TypeAlias = Callable[[DraftSource], object]
 _DEFAULT_PAIR = "smollm2"
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -11,11 +11,8 @@ from jspec.cli.common import UsageError
 from jspec.cli.model_args import Sources
 
 if TYPE_CHECKING:
-    from jspec.cli.model_args import Drafting
-    from jspec.core.types import PyTree
-    from jspec.drafters.base import Drafter
+    from jspec.drafters.base import DraftSource
     from jspec.engine import Engine
-    from jspec.models.llama import Llama
     from jspec.text.tokenizer_file import TokenizerFile
 
 
@@ -24,7 +21,7 @@ def engine_of(
     set_status: Callable[[str], None],
     dtype: str | None,
     quantize: str | None,
-    draft_length: "Callable[[Drafting], object]",
+    draft_length: "Callable[[DraftSource], object]",
     max_length: int | None,
     **engine_options: Any,
 ) -> "tuple[Engine, TokenizerFile]":
@@ -42,9 +39,7 @@ def engine_of(
         target, drafter = where.load(dtype, quantize)
         if drafter is not None:
             engine_options["num_draft_tokens"] = draft_length(drafter)
-        return Engine(
-            target, cast("Llama | Drafter[PyTree] | None", drafter), max_length=max_length, **engine_options
-        ), tokenizer
+        return Engine(target, drafter, max_length=max_length, **engine_options), tokenizer
 
 
 def compile_all(engine: "Engine", set_status: Callable[[str], None]) -> None:

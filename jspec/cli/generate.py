@@ -21,10 +21,10 @@ from jspec.cli.printing import choice_of_auto, print_json, print_text
 from jspec.cli.read_prompts import gather
 
 if TYPE_CHECKING:
-    from jspec.cli.model_args import Drafting
     from jspec.core.sampling import SamplingParams
     from jspec.core.tokenizer import Tokenizer
     from jspec.core.types import Output
+    from jspec.drafters.base import DraftSource
     from jspec.generation.complete import Task
     from jspec.models.llama import Llama
     from jspec.text.chat_template import Prompt
@@ -106,9 +106,9 @@ def generate(
                 task = completion.prepare(tokenizer, inputs, stop, variables)
             models = where.load(dtype, quantize)
         if tree:
-            models = models[0], jspec.TreeDrafter(cast("Drafting", models[1]), jspec.Tree(tree))
+            models = models[0], jspec.TreeDrafter(cast("DraftSource", models[1]), jspec.Tree(tree))
         elif where.drafts:
-            drafting["num_draft_tokens"] = completion.draft_length_of(cast("Drafting", models[1]), num_draft_tokens)
+            drafting["num_draft_tokens"] = completion.draft_length_of(cast("DraftSource", models[1]), num_draft_tokens)
         sampling = chosen_sampling(models[0], temperature, top_k, top_p, min_p, repetition_penalty)
         out = _decode(task, models, max_new_tokens, sampling, seed, drafting, times, set_status)
     completions, chosen_length = task.completions(models[0], out), out.stats.accepted_at.shape[1]
@@ -174,7 +174,7 @@ def _drafting(
 
 def _decode(
     task: "Task",
-    models: "tuple[Llama, Drafting | None]",
+    models: "tuple[Llama, DraftSource | None]",
     max_new_tokens: int,
     sampling: "SamplingParams",
     seed: int,

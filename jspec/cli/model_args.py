@@ -10,22 +10,17 @@ from jspec.bundled.head_data import head_of
 from jspec.cli.common import UsageError
 
 if TYPE_CHECKING:
-    from typing import Protocol, TypeAlias
+    from typing import Protocol
 
-    from jspec.core.types import PyTree
     from jspec.drafters import EarlyExitDrafter
-    from jspec.drafters.base import AskingDrafter, Drafter
+    from jspec.drafters.base import DraftSource
     from jspec.models.llama import Llama
     from jspec.text.tokenizer_file import TokenizerFile
-
-    Drafting: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
 
     class Trained(Protocol):
         """A drafter class whose instances are trained and saved."""
 
-        def load(
-            self, path: str | Path, target: Llama, dtype: str | None = None, /
-        ) -> Drafter[PyTree] | AskingDrafter: ...
+        def load(self, path: str | Path, target: Llama, dtype: str | None = None, /) -> DraftSource: ...
 
 
 STORE = ".safetensors"  # the suffix of datastores; models do not have it
@@ -90,7 +85,7 @@ class Sources:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
-    def load(self, dtype: str | None = None, quantize: str | None = None) -> "tuple[Llama, Drafting | None]":
+    def load(self, dtype: str | None = None, quantize: str | None = None) -> "tuple[Llama, DraftSource | None]":
         """Return the target and its drafter, if any. `dtype` and `quantize` apply to both, but heads are never int8."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
@@ -103,7 +98,7 @@ class Sources:
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, quantize)
-        return target, with_lookup_first(cast("Drafting", drafter)) if self.looks_up else drafter
+        return target, with_lookup_first(cast("DraftSource", drafter)) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:
         import convert
@@ -121,7 +116,7 @@ class Sources:
         check_exit(self.draft, convert.read_config(convert.resolve(self.target)).num_hidden_layers)
 
 
-def without_model(draft: str) -> "Drafting | None":
+def without_model(draft: str) -> "DraftSource | None":
     """Return the drafter named `draft` if it needs no model. Return None for "none" and for an unspecified "exit"."""
     from jspec import EarlyExitDrafter, NGramDrafter, RetrievalDrafter
 

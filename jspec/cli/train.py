@@ -16,8 +16,7 @@ from jspec.cli.common import UsageError, logged_to, option, status_line
 from jspec.cli.model_args import BUNDLED_TARGET, NONE, sources
 
 if TYPE_CHECKING:
-    from jspec.core.types import PyTree
-    from jspec.drafters.base import AskingDrafter, Drafter
+    from jspec.drafters.base import DraftSource
     from jspec.models.llama import Llama
     from jspec.training.fit import Progress
 
@@ -196,7 +195,7 @@ def _bar(steps: int) -> Generator[Callable[["Progress | int"], None]]:
             yield tell
 
 
-def _measure(model: "Llama", drafter: "Drafter[PyTree] | AskingDrafter", folder: Path, depth: int) -> None:
+def _measure(model: "Llama", drafter: "DraftSource", folder: Path, depth: int) -> None:
     """Measure the saved `drafter` on this device with held-out prompts, and print the results."""
     from rich.console import Console
 

@@ -17,8 +17,8 @@ from jspec.cli.common import (
 from jspec.cli.model_args import EXIT, exit_name, sources
 
 if TYPE_CHECKING:
-    from jspec.cli.model_args import Drafting
     from jspec.drafters import EarlyExitDrafter
+    from jspec.drafters.base import DraftSource
     from jspec.models.llama import Llama
     from jspec.text.chat_template import Batch
     from jspec.tuning.tune_chain import Tuning
@@ -101,13 +101,13 @@ def tune(
 
 
 def _tune(
-    models: "tuple[Llama, Drafting | None]",
+    models: "tuple[Llama, DraftSource | None]",
     batch: "Batch",
     temperature: float,
     max_new_tokens: int,
     max_draft_tokens: int,
     max_nodes: int,
-) -> "tuple[Tuning, Drafting]":
+) -> "tuple[Tuning, DraftSource]":
     """Return the tuning and the drafter. If `models` has no drafter, use the target's best exit."""
     import jspec
     from jspec import text

@@ -12,6 +12,7 @@ include every sampling transform.
 import dataclasses
 import numbers
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
@@ -30,6 +31,8 @@ from jspec.core.tree import DynamicTree, Tree
 Class = TypeVar("Class", bound=type[Any])
 # Any nesting of containers that JAX traverses, with arrays as leaves. Python's types cannot express it.
 PyTree: TypeAlias = Any
+# A JSON value that is only read. `float` includes int and bool.
+Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | None
 
 
 class Adapter:

@@ -16,6 +16,7 @@ from jspec.acceptance import Rule
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import check_count
 from jspec.decoding.validate_arguments import check_arguments, check_rule
+from jspec.drafters.base import DraftSource
 from jspec.drafters.standalone.model import as_drafter
 from jspec.engine import validate_options as arguments
 from jspec.engine.background_compile import Compiler
@@ -25,7 +26,7 @@ from jspec.engine.memory_budget import check_memory
 from jspec.engine.request import Request, Result
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest
-from jspec.engine.slots import AnyDrafter, Sizes, Variant
+from jspec.engine.slots import Sizes, Variant
 from jspec.engine.validate_request import check_request
 from jspec.engine.warmup import warm_up
 from jspec.models.kv_cache import whole_tiles
@@ -64,7 +65,7 @@ class Engine:
     def __init__(
         self,
         target: Llama,
-        draft: Llama | AnyDrafter | None = None,
+        draft: DraftSource | None = None,
         *,
         slots: int = 8,
         max_length: int | None = None,

@@ -13,7 +13,7 @@ import jax
 
 from jspec.drafters.base import tree_of
 from jspec.engine.slots import AnyDrafter, Sizes, Slots, empty_slots
-from jspec.models.language_model import LanguageModel
+from jspec.models.llama import Llama
 from jspec.planning.memory import PROB_ARRAYS
 
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
@@ -31,7 +31,7 @@ class JaxDevice(Protocol):
     def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
-def check_memory(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> None:
+def check_memory(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> None:
     """Raise ValueError, with sizes that would fit, if `slots_bytes` is known to exceed the free memory."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
@@ -48,10 +48,10 @@ def check_memory(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes
     )
 
 
-def slots_bytes(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> int:
+def slots_bytes(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> int:
     """Estimate the size of the slots and a round's temporaries, in bytes. See `jspec.planning.memory.PROB_ARRAYS`."""
 
-    def allocate(target: LanguageModel, drafter: AnyDrafter | None) -> Slots:
+    def allocate(target: Llama, drafter: AnyDrafter | None) -> Slots:
         return empty_slots(target, drafter, sizes)
 
     slots = jax.eval_shape(allocate, target, drafter)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias, cast
 from urllib.parse import unquote
 
+from jspec.core.types import Json
+
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
 MAX_DEFINITIONS = 1_000
@@ -17,7 +19,6 @@ MAX_COMBINED_PATTERNS = 8
 MAX_REFERENCED_VALUES = 200_000
 _REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would otherwise take quadratic time
 _MAX_REPEAT = 10_000
-Json: TypeAlias = "Mapping[str, Json] | list[Json] | tuple[Json, ...] | str | float | bool | None"
 _Node: TypeAlias = Mapping[str, Json]
 
 

@@ -18,7 +18,6 @@ from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters.base import Drafter, tree_of
 from jspec.drafters.chunked_prefill import begin
 from jspec.models.kv_cache import KVCache, whole_tiles
-from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 
 Ints: TypeAlias = NDArray[np.int32]
@@ -142,7 +141,7 @@ class Slots:
     num_drafter_read: Array
 
 
-def empty_slots(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes) -> Slots:
+def empty_slots(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Slots:
     """Allocate slots without requests."""
     count, vocab_size, positions = sizes.slots, target.config.vocab_size, sizes.positions(drafter)
     ones, zeros = jnp.ones(count, jnp.int32), jnp.zeros((count, vocab_size), jnp.int32)
@@ -164,7 +163,7 @@ def empty_slots(target: LanguageModel, drafter: AnyDrafter | None, sizes: Sizes)
         lengths=jnp.ones(count, jnp.int32),
         done=jnp.ones(count, bool),
         cache=target.new_cache(count, positions),
-        drafter=() if drafter is None else begin(drafter, cast(Llama, target), count, positions),
+        drafter=() if drafter is None else begin(drafter, target, count, positions),
         token_counts=TokenCounts(zeros.astype(bool), zeros),
         draft_length=(),
     )

@@ -33,7 +33,7 @@ def _devices(models: PyTree) -> set[JaxDevice]:
     return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
-def length(target: LanguageModel, draft: AnyDrafter | LanguageModel | None, wanted: int | None) -> int:
+def length(target: LanguageModel, draft: object, wanted: int | None) -> int:
     longest = positions(target, draft)
     if wanted is None:
         return min(_USUAL_LENGTH, longest)

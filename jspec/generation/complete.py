@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,10 +16,10 @@ from jspec.core.detokenizer import pieces
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import BONUS, NO_DRAFT, Output, PyTree, check_count
+from jspec.core.types import BONUS, NO_DRAFT, Output, check_count
 from jspec.decoding.validate_arguments import as_array, check_positions, check_target
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
-from jspec.drafters.base import AskingDrafter, Drafter, own_tree
+from jspec.drafters.base import DraftSource, own_tree
 from jspec.drafters.capabilities import has_confidence, max_chain_length_of
 from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, UpTo, WhileConfident
 from jspec.drafters.standalone.model import as_drafter, positions
@@ -33,7 +33,6 @@ from jspec.text.chat_template import Batch, Prompt, encode, listed, room
 
 _DRAFTED = 4  # default number of draft tokens per round
 _Lookup = NGramDrafter | RetrievalDrafter
-_Draft: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
 _SURE = 0.6  # confidence threshold that pays off on CPUs, where each verified row costs time (bench/NOTES.md)
 
 
@@ -87,7 +86,7 @@ class Task:
         possible = {i for i in self.stop_ids if i < target.config.vocab_size}
         return tuple(sorted({*eos_ids(target, self.tokenizer), *possible}))
 
-    def check_length(self, target: LanguageModel, draft: _Draft | None, max_new_tokens: int) -> None:
+    def check_length(self, target: LanguageModel, draft: DraftSource | None, max_new_tokens: int) -> None:
         """Raise ValueError if a prompt plus `max_new_tokens` tokens is too long for a model."""
         drafter = None if draft is None else as_drafter(draft)
         check_positions(target, drafter, self.batch.lengths, max_new_tokens, np.zeros(1, np.int32))
@@ -95,7 +94,7 @@ class Task:
     def decode(
         self,
         target: Llama,
-        draft: _Draft | None,
+        draft: DraftSource | None,
         max_new_tokens: int,
         sampling: SamplingParams | None,
         seed: int,
@@ -170,7 +169,7 @@ class Task:
 
 def complete(
     target: Llama,
-    draft: Llama | Drafter[PyTree] | AskingDrafter | None,
+    draft: DraftSource | None,
     tokenizer: Tokenizer,
     prompts: Prompt | Sequence[Prompt],
     *,
@@ -248,7 +247,7 @@ def prepare(
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
-def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
+def draft_length_of(draft: DraftSource, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
     """Return `num_draft_tokens`, or the default. A lookup drafter drafts up to that number, and none without a match.
 
     By default, the fallback of a lookup drafter stops drafting when it becomes unsure, if it reports its confidence.
@@ -264,7 +263,7 @@ def draft_length_of(draft: _Draft, num_draft_tokens: int | str | DraftLength | N
     )
 
 
-def engine_draft_length(draft: _Draft | None) -> int | str | Fixed:
+def engine_draft_length(draft: DraftSource | None) -> int | str | Fixed:
     """Return an engine's default number of draft tokens. An engine does not accept `DraftLength` objects.
 
     The default is "auto" for a lookup drafter with a fallback, because the two draft different numbers of tokens.
@@ -272,12 +271,12 @@ def engine_draft_length(draft: _Draft | None) -> int | str | Fixed:
     return "auto" if _has_lookup_first(draft) else default_draft_length(draft)
 
 
-def _has_lookup_first(draft: _Draft | None) -> bool:
+def _has_lookup_first(draft: DraftSource | None) -> bool:
     """Return whether `draft` tries prompt lookup first and then a drafter that reports its confidence."""
     return isinstance(draft, FallbackDrafter) and isinstance(draft.first, _Lookup) and has_confidence(draft.second)
 
 
-def default_draft_length(draft: _Draft | None) -> int | Fixed:
+def default_draft_length(draft: DraftSource | None) -> int | Fixed:
     """Return the default number of draft tokens: four, or the drafter's maximum if lower. A tree has `DEFAULT`."""
     drafter = as_drafter(draft)
     return DEFAULT if own_tree(drafter) is not None else int(min(_DRAFTED, max_chain_length_of(drafter)))

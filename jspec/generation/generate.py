@@ -5,11 +5,11 @@ from numpy.typing import ArrayLike
 
 from jspec.acceptance import RULES, Rule
 from jspec.core.sampling import SamplingParams
-from jspec.core.types import Output, PyTree
+from jspec.core.types import Output
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import number_of_drafts
-from jspec.drafters.base import AskingDrafter, Drafter
+from jspec.drafters.base import DraftSource
 from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.llama import Llama
@@ -42,7 +42,7 @@ def generate(
 
 def speculative_generate(
     target: Llama,
-    draft: Llama | Drafter[PyTree] | AskingDrafter,
+    draft: DraftSource,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,

@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import PyTree, check_count
-from jspec.drafters.base import AskingDrafter, Drafter
+from jspec.core.types import check_count
+from jspec.drafters.base import DraftSource
 from jspec.drafters.standalone.model import positions
 from jspec.engine import Engine, Request, Result
 from jspec.generation.complete import Completion, Task, engine_draft_length, prepare, statistics
@@ -22,7 +22,7 @@ from jspec.text.stop_strings import StopAwareDetokenizer
 
 def stream(
     target: Llama,
-    draft: Llama | Drafter[PyTree] | AskingDrafter | None,
+    draft: DraftSource | None,
     tokenizer: Tokenizer,
     prompt: Prompt,
     *,
@@ -64,7 +64,7 @@ def stream(
     # One slot, with one of a few possible lengths, so that other prompts reuse the compiled programs.
     engine = Engine(
         target,
-        cast(Llama | Drafter[PyTree] | None, draft),
+        draft,
         slots=1,
         max_length=min(task.batch.tokens.shape[1] + size, known),
         **how,

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jspec.core.tokenizer import Tokenizer
+from jspec.core.types import Json
 from jspec.engine import Engine
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
@@ -23,7 +24,7 @@ from jspec.engine.heartbeat import Heartbeat
 from jspec.models.language_model import LanguageModel
 from jspec.serve.access import Access, Guard
 from jspec.serve.constraint_jobs import ConstraintCompiler
-from jspec.serve.errors import Json, Refusal, busy, draining, wrong
+from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
 from jspec.serve.parse_request import Served, number_of_choices, parse_request

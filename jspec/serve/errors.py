@@ -1,12 +1,11 @@
 """Errors in the format that OpenAI clients expect."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping
+
+from jspec.core.types import Json
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-# A JSON value. `float` includes int and bool.
-Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | None
 
 
 @dataclasses.dataclass

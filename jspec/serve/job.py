@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable
 
 from anyio import CapacityLimiter, to_thread
 
+from jspec.core.types import Json
 from jspec.engine import Result
 from jspec.engine.constraints import Constraint
 from jspec.serve.choice import Choice
-from jspec.serve.errors import Json, Refusal, busy, draining, failed, wrong
+from jspec.serve.errors import Refusal, busy, draining, failed, wrong
 from jspec.serve.metrics import Metrics
 from jspec.serve.parse_request import ParsedRequest, Served, parse_request
 from jspec.serve.schemas import Body

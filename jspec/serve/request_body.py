@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from starlette.requests import Request
 
-from jspec.serve.errors import Json, Refusal, wrong
+from jspec.core.types import Json
+from jspec.serve.errors import Refusal, wrong
 
 _PATIENCE = 60.0  # seconds that a body may take to arrive
 _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000

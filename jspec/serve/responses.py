@@ -11,9 +11,9 @@ from anyio import to_thread
 
 from jspec.core.detokenizer import Pieces
 from jspec.core.origins import NAMES
+from jspec.core.types import Json
 from jspec.engine import Result
 from jspec.serve.choice import Choice
-from jspec.serve.errors import Json
 from jspec.serve.job import Job
 from jspec.serve.schemas import ChatBody
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from jspec.serve.errors import Json, Refusal, wrong
+from jspec.core.types import Json
+from jspec.serve.errors import Refusal, wrong
 
 # Fields of OpenAI's API that are known but not supported.
 _REFUSED = (

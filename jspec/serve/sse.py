@@ -12,7 +12,8 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from jspec.serve.errors import Json, Refusal, failed
+from jspec.core.types import Json
+from jspec.serve.errors import Refusal, failed
 from jspec.serve.job import Job
 from jspec.serve.responses import Answer
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections import Counter
 from typing import Self
 
+from jspec.core.types import Json
 from jspec.engine import Result
-from jspec.serve.errors import Json
 
 
 @dataclasses.dataclass

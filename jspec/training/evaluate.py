@@ -10,8 +10,8 @@ import numpy as np
 
 from jspec.core.keys import TRAINING, trial_keys
 from jspec.core.sampling import SamplingParams
-from jspec.core.types import Output, PyTree
-from jspec.drafters.base import AskingDrafter, Drafter, own_tree
+from jspec.core.types import Output
+from jspec.drafters.base import DraftSource, own_tree
 from jspec.generation.generate import generate, speculative_generate
 from jspec.models.llama import Llama
 from jspec.text import request_keys
@@ -42,7 +42,7 @@ class Result:
 
 def measure(
     target: Llama,
-    drafter: Drafter[PyTree] | AskingDrafter,
+    drafter: DraftSource,
     prompts: Sequence[Sequence[int]],
     evaluation: Progress,
     num_draft_tokens: int,
@@ -68,7 +68,7 @@ def measure(
 
 def _timed(
     target: Llama,
-    drafter: Drafter[PyTree] | AskingDrafter | None,
+    drafter: DraftSource | None,
     prompt: Batch,
     seed: int,
     num_draft_tokens: int,

@@ -13,7 +13,6 @@ from flax import nnx
 from jax import Array
 
 from convert.generation_config import SamplingDefaults
-from jspec.core.types import PyTree
 from jspec.drafters import (
     BlockwiseDrafter,
     EagleDrafter,
@@ -23,7 +22,7 @@ from jspec.drafters import (
     ModelDrafter,
     PassDrafter,
 )
-from jspec.drafters.base import AskingDrafter, Drafter, kind_of, own_tree
+from jspec.drafters.base import DraftSource, kind_of, own_tree
 from jspec.generation.generate import speculative_generate
 from jspec.models.llama import Llama
 from jspec.training import eagle_training as eagle
@@ -170,9 +169,7 @@ def of_pass(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) 
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
-def check_start(
-    start: Drafter[PyTree] | AskingDrafter, kind: str, target: Llama, depth: int, length: int, boost: int
-) -> None:
+def check_start(start: DraftSource, kind: str, target: Llama, depth: int, length: int, boost: int) -> None:
     """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
         raise ValueError(f"boost is {boost}, but start trains only that one drafter; omit boost or start.")

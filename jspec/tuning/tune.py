@@ -16,7 +16,7 @@ from jspec.core.types import Output, PyTree
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import check_chain
-from jspec.drafters.base import AskingDrafter, Drafter
+from jspec.drafters.base import Drafter, DraftSource
 from jspec.drafters.capabilities import max_chain_length_of
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
@@ -31,7 +31,7 @@ from jspec.tuning.validate_tuning import check_measurable, check_tuning
 @explicit_transfers()
 def tune(
     target: Llama,
-    draft: Llama | Drafter[PyTree] | AskingDrafter,
+    draft: DraftSource,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,
@@ -72,7 +72,7 @@ def tune(
         ValueError, TypeError: the same errors as in `speculative_generate`, and a ValueError inside `jax.jit`, where
             nothing can be timed.
     """
-    drafter: Drafter[PyTree] | AskingDrafter = as_drafter(draft)
+    drafter = as_drafter(draft)
     check_chain("jspec.tune", drafter)
     tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
     check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
@@ -102,7 +102,7 @@ def tune(
 @explicit_transfers()
 def best_number(
     target: Llama,
-    drafter: Drafter[PyTree] | AskingDrafter,
+    drafter: DraftSource,
     tokens: ArrayLike,
     lengths: ArrayLike,
     keys: Array,
