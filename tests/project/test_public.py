@@ -272,3 +272,7 @@ def test_types_are_declared(report):
     assert probes <= 3
     public = {"complete", "stream", "speculative_generate", "plan", "train_drafter", "tune", "__init__"}
     assert {name.rsplit(".", 1)[1] for name in wide} - public <= WIDE
+
+
+def test_tiers_name_tests(unknown_tests):
+    assert unknown_tests == []
