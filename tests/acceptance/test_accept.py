@@ -15,7 +15,7 @@ from support.mutants import in_rules
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-12), (np.float32, 1e-6)])
-def test_acceptance_and_residual_add_up_to_the_target(report, dtype, tolerance):
+def test_acceptance_and_residual_sum_to_target(report, dtype, tolerance):
     error, threshold_error = algebra_error(dtype)
     report(pairs=PAIRS, max_error=f"{error:.1e}", max_threshold_error=f"{threshold_error:.1e}", tolerance=tolerance)
     assert error <= tolerance
@@ -60,7 +60,7 @@ def path_accepts(u, draft, target_probs):
     return counts > jnp.arange(k)
 
 
-def test_every_emitted_prefix_of_a_round_has_the_autoregressive_law(report):
+def test_every_emitted_prefix_has_autoregressive_distribution(report):
     rng = np.random.default_rng(1)
     shapes = [(vocab_size, k) for vocab_size in (2, 3, 4) for k in (1, 2, 3, 4)]
     with jax.enable_x64(True):
@@ -101,7 +101,7 @@ def test_degenerate_rows_give_no_nan_and_no_impossible_token(report, monkeypatch
         assert (num_accepted[equal] == tokens.shape[1]).all(), "p = q must always be accepted"
 
 
-def test_the_comparison_is_strict():
+def test_acceptance_comparison_is_strict():
     """A token with p = 0 is rejected even at u = 0, and a token at the threshold u q = p is rejected."""
     draft = Draft(jnp.zeros((2, 1), jnp.int32), jnp.asarray([[[0.5, 0.5]], [[0.5, 0.5]]]))
     target_probs = jnp.asarray([[[0.0, 1.0]], [[0.25, 0.75]]])
@@ -110,7 +110,7 @@ def test_the_comparison_is_strict():
     np.testing.assert_array_equal(rejection.count_accepted(below, draft, target_probs), [0, 1])
 
 
-def test_residual_by_hand():
+def test_residual_matches_hand_computation():
     p = jnp.asarray([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.5, 0.5, 0.0]])
     q = jnp.asarray([[0.2, 0.7, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 1.0]])
     expected = [[0.75, 0.0, 0.25], [0.5, 0.3, 0.2], [0.5, 0.5, 0.0]]
@@ -131,11 +131,11 @@ def test_uniform_reaches_0_but_never_1(report, monkeypatch):
 
 
 @pytest.mark.slow
-def test_far_tail_is_drawn_as_often_as_it_should_be_at_length(report):
+def test_far_tail_is_sampled_at_its_probability_with_many_draws(report):
     _check_far_tail(report, draws=10_000_000)
 
 
-def test_far_tail_is_drawn_as_often_as_it_should_be(report):
+def test_far_tail_is_sampled_at_its_probability(report):
     """Tail tokens are drawn, though a single draw with JAX's default Gumbel noise, which ends at 16, never would.
 
     Two draws, one of a block and one within it, would reach them even so. See tests/core/test_keys.py for the noise.

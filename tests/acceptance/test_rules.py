@@ -66,7 +66,7 @@ def enumerated_block(p, q, draft, target_probs):
     return joint, kept
 
 
-def test_block_verification_enumerated_where_drafts_stop_midway(report):
+def test_block_verification_is_exact_for_drafts_stopped_midway(report):
     """Every sequence keeps its probability, in float64, even if the length of a draft depends on the draft."""
     rng, errors, fewer, biases = np.random.default_rng(1), [], [], []
     with jax.enable_x64(True):
@@ -90,7 +90,7 @@ def test_block_verification_enumerated_where_drafts_stop_midway(report):
     assert np.sum(np.array(biases) > 1e-3) == 3 and max(biases) > 0.1
 
 
-def test_block_verification_enumerated(report):
+def test_block_verification_is_exact_by_enumeration(report):
     """A round plus plain decoding is exact in float64, and never keeps fewer drafts than verifying token by token."""
     rng = np.random.default_rng(0)
     shapes, errors, gains = [(v, k) for v in (2, 3, 4) for k in (1, 2, 3, 4)], [], []
@@ -115,7 +115,7 @@ def test_block_verification_enumerated(report):
 
 
 @pytest.mark.parametrize("name", ON_CHAINS)
-def test_a_broken_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
+def test_nan_context_is_neither_avoided_nor_hidden(report, name, quick_compile):
     """The target's logits after token 0 are NaN, so half of the sequences must end there under every rule."""
     target = toys.MarkovModel(jnp.array([[jnp.nan, jnp.nan], [0.0, 0.0]]))
     draft = toys.MarkovModel(jnp.log(jnp.array([[0.9, 0.1]] * 2)))
@@ -147,14 +147,14 @@ def texts(rule, seed, draws=200_000, k=3):
 
 
 @pytest.mark.parametrize("name", ON_CHAINS)
-def test_four_tokens_over_several_rounds_have_the_joint_law(report, name):
+def test_four_tokens_over_several_rounds_have_joint_distribution(report, name):
     counts, joint, _ = texts(RULES[name], seed=1)
     p = oracle.p_value(counts, joint)
     report(texts=counts.sum(), p=f"{p:.2g}", alpha=oracle.ALPHA, sees_tv=f"{oracle.detectable(counts.sum(), 255):.4f}")
     assert p > oracle.ALPHA
 
 
-def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
+def test_reusing_noise_of_rejected_drafts_is_biased(report, monkeypatch):
     """Planted bug: block verification uses streams by position, as token-by-token rejection may."""
 
     def by_position(keys, positions, purpose):
@@ -168,7 +168,7 @@ def test_noise_of_refused_drafts_must_not_be_used_again(report, monkeypatch):
 
 
 @pytest.mark.slow  # a part of it runs in tests/exactness/test_matrix.py
-def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_compile):
+def test_coupled_output_equals_plain_decoding(report, toy, prompts, quick_compile):
     """Coupled output equals plain output in 500 requests of 64 tokens, for a near draft, a far one and the target."""
     target, batch = toy(0), prompts([1 + i % 9 for i in range(500)])
     sampling = SamplingParams(temperature=np.resize([1.0, 0.7, 0.0, 1.3], 500), top_p=np.resize([1.0, 0.9, 0.8], 500))
@@ -185,7 +185,7 @@ def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, quick_comp
     assert min(rates[6:]) == 1.0 and rates[3] < rates[0] < 1
 
 
-def test_coupled_acceptance_is_that_of_the_noise(report):
+def test_coupled_acceptance_matches_closed_form(report):
     """Shared Gumbel noise draws i from both p and q with chance ``1 / sum_j max(p_j/p_i, q_j/q_i)``.
 
     The formula applies to the blocks, and then to the tokens within a block.
@@ -217,7 +217,7 @@ def agree(p, q):
 
 
 @pytest.mark.parametrize("rule", LOSSY, ids=str)
-def test_receipts_are_the_distance_of_the_enumerated_law(report, rule):
+def test_distortion_equals_enumerated_distance(report, rule):
     """A lossy rule's token distribution, measured on its own thresholds, is as far from p as its distortion says."""
     rng, pairs, vocab_size = np.random.default_rng(7), 500, 8
     p, q = random_laws(rng, (pairs, vocab_size)), random_laws(rng, (pairs, vocab_size))
@@ -272,7 +272,7 @@ def judged(rule, keys, start, draft, laws):
 
 
 @pytest.mark.slow
-def test_receipts_add_up_over_the_text(report, quick_compile):
+def test_distortion_sums_over_tokens(report, quick_compile):
     """A sequence's distortion is the sum over its tokens, each verified in the state that the sequence had reached."""
     rule = jspec.TopK(1)
     counts, joint, out = texts(rule, seed=2)
@@ -288,7 +288,7 @@ def test_receipts_add_up_over_the_text(report, quick_compile):
     assert 0.05 < distance <= paid + 4 * noise
 
 
-def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
+def test_distortion_does_not_depend_on_neighbours(toy, prompts, quick_compile):
     models, batch, limits = (toy(0), toy(1)), prompts([4, 6]), np.array([4, 24])
 
     def receipts(rows):
@@ -302,12 +302,12 @@ def test_a_receipt_does_not_depend_on_neighbours(toy, prompts, quick_compile):
 
 
 @pytest.mark.parametrize("name", ON_CHAINS)
-def test_exact_rules_pay_nothing(name, quick_compile):
+def test_exact_rules_have_zero_distortion(name, quick_compile):
     assert RULES[name].exact
     np.testing.assert_array_equal(texts(RULES[name], seed=3, draws=8)[2].stats.distortion, 0)
 
 
-def test_a_lossy_rule_without_a_receipt_is_not_taken_for_exact(quick_compile):
+def test_undeclared_distortion_of_lossy_rule_is_nan(quick_compile):
     @dataclasses.dataclass(frozen=True)
     class Silent(Rejection):
         exact = False
@@ -324,7 +324,7 @@ def test_more_leniency_keeps_more_drafts(report, quick_compile):
     assert rates[0] == rates[1] < rates[2] < rates[3]
 
 
-def test_every_rule_says_what_it_is():
+def test_every_rule_declares_whether_it_is_exact():
     assert all(rule.exact for rule in RULES.values())
     assert not any(rule.exact for rule in LOSSY)
     types = {value for value in vars(lossy).values() if isinstance(value, type)}

@@ -50,7 +50,7 @@ def distances(joint, p, depth):
 
 
 @pytest.mark.parametrize(("name", "replacement"), TREES)
-def test_receipts_of_lenience_bound_the_distance_of_every_position(report, name, replacement):
+def test_lenient_distortion_bounds_distance_at_every_position(report, name, replacement):
     tree, vocab_size = CASES[name]
     with jax.enable_x64(True):
         p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
@@ -79,7 +79,7 @@ def most_of(p, depth, leniency):
 
 
 @pytest.mark.parametrize(("name", "replacement"), TREES[2:])  # the chain is in tests/acceptance/test_rules.py
-def test_receipts_of_the_longest_branch_bound_the_distance_of_texts(report, name, replacement):
+def test_longest_branch_distortion_bounds_distance_of_sequences(report, name, replacement):
     texts, mean = of_longest(name, replacement)
     report(texts=f"{texts:.3f}", receipts=f"{mean:.3f}")
     assert 0.01 < texts <= mean + TOLERANCE
@@ -113,7 +113,7 @@ def bound_of(rule):
     return lambda left, p: jnp.where(rule._keeps(p), jnp.inf, 0)
 
 
-def test_receipts_that_forget_the_parting_are_caught(report, monkeypatch):
+def test_distortion_without_branch_choice_is_too_small(report, monkeypatch):
     """Planted bug: no distortion is added if the branch was chosen by the nodes below it."""
 
     def forgetful(*arguments):
@@ -129,7 +129,7 @@ def test_receipts_that_forget_the_parting_are_caught(report, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [pytest.param(jspec.Lenient(0.5), marks=pytest.mark.slow), jspec.Typical(0.5, 0.9)])
-def test_receipts_of_trees_bound_the_distance_of_texts_over_several_rounds(report, rule):
+def test_tree_distortion_bounds_distance_over_several_rounds(report, rule):
     """The distortion bounds the distance in the shipped program, for four tokens that depend on the previous one."""
     target, draft = toys.markov_pair(3, vocab_size=4, scale=1.5)
     law = oracle.softmax(np.asarray(target.table, float))
@@ -144,7 +144,7 @@ def test_receipts_of_trees_bound_the_distance_of_texts_over_several_rounds(repor
     assert 3 * noise < distance <= paid + 4 * noise
 
 
-def test_the_shared_factor_is_the_least_that_is_enough(report):
+def test_shared_factor_is_smallest_sufficient(report):
     """The factor matches a bisection in float64 NumPy of K-SEQ's equation, 1 - (1 - b)^k = rho b (Sun et al. 2023)."""
     rng, rows = np.random.default_rng(0), 300
     p, q = random_laws(rng, (rows, 6)), random_laws(rng, (rows, 6))
@@ -188,7 +188,7 @@ def test_degenerate_siblings_give_no_nan_and_no_impossible_token(u):
 
 
 @pytest.mark.parametrize(("name", "same"), [("k-seq", "rejection"), ("traversal", "block")])
-def test_what_a_rule_of_trees_is_on_a_chain(name, same):
+def test_tree_rule_on_chain_equals_chain_rule(name, same):
     kinds, draft, target_probs = degenerate_rows(np.random.default_rng(3), 500)
     keys, start = jax.random.split(jax.random.key(1), len(kinds)), jnp.arange(len(kinds))
     ours, theirs = (RULES[rule].accept(keys, start, draft, target_probs) for rule in (name, same))
@@ -196,7 +196,7 @@ def test_what_a_rule_of_trees_is_on_a_chain(name, same):
     np.testing.assert_array_equal(ours.next_token, theirs.next_token)
 
 
-def test_k_seq_keeps_more_of_equal_children_than_each_alone(report):
+def test_k_seq_accepts_more_with_more_children(report):
     """The chance that one of k children is kept lies between that of a single child and that of optimal transport."""
     rng, kept = np.random.default_rng(1), {}
     p, q = random_laws(rng, (200, 6)), random_laws(rng, (200, 6))

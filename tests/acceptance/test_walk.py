@@ -18,13 +18,13 @@ from support.walk import CASES, TOLERANCE, error, tables
     [("rejection", False), ("rejection", True), ("traversal", False), ("traversal", True), ("k-seq", True)],
 )
 @pytest.mark.parametrize("name", by_default(CASES, list(CASES)[::2]))
-def test_every_text_of_a_round_has_the_target_law(report, name, replacement, rule, quick_compile):
+def test_every_sequence_of_a_round_has_target_probability(report, name, replacement, rule, quick_compile):
     worst = error(*CASES[name], replacement, rule)
     report(largest_error=f"{worst:.1e}", limit=TOLERANCE)
     assert worst < TOLERANCE
 
 
-def test_full_laws_of_children_without_replacement_are_caught(report, quick_compile):
+def test_stale_probs_of_siblings_without_replacement_are_caught(report, quick_compile):
     """Planted bug: the later sibling is verified with q as it was before the earlier sibling was drawn."""
     tree, vocab_size = CASES["two children"]
     q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1]
@@ -33,7 +33,7 @@ def test_full_laws_of_children_without_replacement_are_caught(report, quick_comp
     assert worst > 1e-4
 
 
-def test_certain_children_with_soft_laws_are_caught(report, quick_compile):
+def test_soft_probs_for_deterministic_children_are_caught(report, quick_compile):
     """Planted bug: q's two most likely tokens are verified as if drawn from q; one-hot distributions are correct."""
     tree, vocab_size = CASES["two children"]
     q = tables(np.random.default_rng(0), vocab_size, tree.max_depth)[1][()]
@@ -45,7 +45,7 @@ def test_certain_children_with_soft_laws_are_caught(report, quick_compile):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "traversal"])
-def test_a_chain_that_is_judged_as_a_tree_is_judged_alike(rule, monkeypatch, quick_compile):
+def test_chain_verified_as_tree_gives_same_verdict(rule, monkeypatch, quick_compile):
     rng, tree = np.random.default_rng(0), Tree.chain(4)
     p, q = random_laws(rng, (500, 5, 9)).astype(np.float32), random_laws(rng, (500, 4, 9)).astype(np.float32)
     q = (q + 2 * p[:, :4]) / 3
@@ -62,14 +62,14 @@ def test_a_chain_that_is_judged_as_a_tree_is_judged_alike(rule, monkeypatch, qui
     assert set(np.asarray(found.num_accepted).tolist()) >= {0, 1, 2, 3}
 
 
-def test_of_equal_siblings_the_eldest_is_followed():
+def test_first_of_equally_accepted_siblings_is_followed():
     tree = Tree((0, 0, 1, 2))
     num_accepted, path = follow(jnp.asarray([[True, True, False, True], [False, True, True, True]]), tree)
     np.testing.assert_array_equal(num_accepted, [1, 2])
     np.testing.assert_array_equal(path, [[1, 0], [2, 4]])
 
 
-def test_a_guess_that_is_none_is_never_kept():
+def test_node_without_probs_is_never_accepted():
     """A node whose distribution is all zeros is never kept, and its children do not count."""
     tree = Tree((0, 1))
     draft = Draft(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[[0.0, 0.0], [1.0, 0.0]]]), tree)
