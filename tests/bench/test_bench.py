@@ -42,7 +42,7 @@ TOKENS = np.arange(1, 25).reshape(2, 12)
 logits = jax.jit(lambda model: model(TOKENS))
 
 
-def test_a_stretched_pair_agrees_as_far_as_its_further_layers_write(report):
+def test_stretched_pair_agrees_if_extra_layers_write_nothing(report):
     pair = pairs.Stretched(SMALL, 1, 0.0)
     same = pairs.stretched(pair, jnp.float32)
     far = pairs.stretched(pair, jnp.float32, write_scale=1.0)
@@ -52,7 +52,7 @@ def test_a_stretched_pair_agrees_as_far_as_its_further_layers_write(report):
     assert len(same[0].layers) == 2 and len(same[1].layers) == 1
 
 
-def test_idle_neurons_cost_and_say_nothing(toy):
+def test_idle_neurons_add_weights_but_keep_logits(toy):
     model = toy(0)
     wider = pairs.with_idle_neurons(model, 16)
     np.testing.assert_allclose(logits(wider), logits(model), atol=1e-5)
@@ -60,12 +60,12 @@ def test_idle_neurons_cost_and_say_nothing(toy):
     assert wider.config.intermediate_size == 64 and model.config.intermediate_size == 48
 
 
-def test_bytes_of_a_pass_leave_out_an_untied_embedding(toy):
+def test_weight_bytes_exclude_untied_embedding(toy):
     tied, untied = (toy(0, tie_word_embeddings=tied) for tied in (True, False))
     assert pairs.weight_bytes(tied) == pairs.weight_bytes(untied)
 
 
-def test_an_unknown_pair_is_refused():
+def test_unknown_pair_is_rejected():
     with pytest.raises(ValueError, match="no pair 'llama'"):
         pairs.pair("llama")
 
@@ -80,7 +80,7 @@ RIVALS = {
 
 
 @pytest.mark.parametrize("family", RIVALS)
-def test_the_rival_is_the_same_model(family, toy, report):
+def test_torch_twin_has_same_logits(family, toy, report):
     torch = pytest.importorskip("torch")
     model = toy(0, **RIVALS[family])
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_the_rival_is_the_same_model(family, toy, report):
     assert difference < 1e-4
 
 
-def test_the_rival_continues_prompts_of_several_lengths(toy, monkeypatch):
+def test_torch_twin_continues_left_padded_prompts(toy, monkeypatch):
     """Each row continues as it does alone, because padding on the left is not read."""
     torch = pytest.importorskip("torch")
     twin, rows, texts = rivals.twin(toy(0)), [TOKENS[0, :7], TOKENS[1, :3]], []
@@ -105,12 +105,12 @@ def test_the_rival_continues_prompts_of_several_lengths(toy, monkeypatch):
     assert torch.equal(together[:, -4:], torch.cat([text[:, -4:] for text in alone]))
 
 
-def test_int8_weights_and_lookup_have_no_rival(toy):
+def test_int8_weights_and_lookup_have_no_twin(toy):
     assert rivals.has_twin(toy(0))
     assert not rivals.has_twin(jspec.quantize(toy(0), "int8")) and not rivals.has_twin(jspec.NGramDrafter())
 
 
-def test_time_is_given_to_the_phase_whose_instruction_ran(toy):
+def test_trace_assigns_instructions_to_phases(toy):
     target, draft = toy(0), toy(0, 0.3)
     request = (TOKENS, np.array([12, 5]), jax.random.split(jax.random.key(0), 2))
 
@@ -122,7 +122,7 @@ def test_time_is_given_to_the_phase_whose_instruction_ran(toy):
     assert None in found.values()  # the loops themselves
 
 
-def test_overlapping_time_counts_once():
+def test_overlapping_time_is_counted_once():
     assert trace.covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     found = [trace.Event("draft", 0, 4), trace.Event("draft", 2, 6), trace.Event("verify", 8, 10)]
     rows = {row["phase"]: row for row in trace.summary(found, rounds=2)}
@@ -149,7 +149,7 @@ def test_acceptance_by_position_is_conditional():
     assert figures["tokens in the first 4 + 1"] == 2.5
 
 
-def test_a_guess_that_is_missing_counts_as_one_that_was_refused():
+def test_missing_draft_token_counts_as_rejected():
     """A missing draft token counts as a rejected one.
 
     Otherwise the theorem, whose rounds have K draft tokens, would promise more than lookup can deliver.
@@ -159,7 +159,7 @@ def test_a_guess_that_is_missing_counts_as_one_that_was_refused():
     )
 
 
-def test_the_prediction_counts_no_draft_that_was_not_judged():
+def test_prediction_ignores_unverified_draft_tokens():
     """In two rounds of K = 2, all draft tokens are accepted, but the limit comes before the last is verified."""
     row = latency._drafting(made([[(2, "b"), (1, "-")]], k=2), 4, {"draft": 0.25, "3 rows": 1.5})
     assert row == {
@@ -172,7 +172,7 @@ def test_the_prediction_counts_no_draft_that_was_not_judged():
     }
 
 
-def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
+def test_gap_starts_with_theory_and_ends_with_measurement():
     cost = {"target": 4.0, "verify": 5.0, "draft": 1.0, "draft 2 rows": 1.5, "plain": 4.5, "round": 9.0}
     rows = gap.steps(3, 0.5, cost, np.array([5, 10]), 15, 0.7)
     assert rows[0]["speed-up"] == pytest.approx(theory.speedup(0.5, 3, 0.25))
@@ -181,19 +181,19 @@ def test_the_gap_begins_with_the_theorem_and_ends_with_the_measurement():
     assert rows[-2]["speed-up"] == 1.5 * 4.5 / 9 and rows[-1]["speed-up"] == 0.7
 
 
-def test_a_gap_without_a_difference_of_rounds_is_refused():
+def test_gap_without_difference_in_rounds_is_rejected():
     output = SimpleNamespace(stats=SimpleNamespace(rounds=np.array([1, 1])))
     with pytest.raises(ValueError, match="raise --max-new-tokens"):
         gap.Calls(lambda **options: output, (2, 16), 0.0)
 
 
-def test_a_roofline_of_int8_weights_is_refused_on_cpu(monkeypatch):
+def test_roofline_of_int8_weights_is_rejected_on_cpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="widens them to float32"):
         roofline.run("bundled:int8", 1, [1], 64, 1)
 
 
-def test_interleaved_heads_turned_by_neighbours_are_halves_turned_against_each_other():
+def test_interleaved_rope_equals_half_split_rope():
     rng = np.random.default_rng(0)
     weight, x, angles = rng.normal(size=(3 * 8, 5)), rng.normal(size=5), rng.normal(size=4)
     first, second = np.split((weight @ x).reshape(3, 8), 2, axis=1)
@@ -203,7 +203,7 @@ def test_interleaved_heads_turned_by_neighbours_are_halves_turned_against_each_o
     np.testing.assert_allclose(turned, halves)
 
 
-def test_another_model_in_llama_cpp_is_refused():
+def test_different_model_in_llama_cpp_is_rejected():
     logits = np.random.default_rng(0).normal(size=(10, 7))
     llm = SimpleNamespace(reset=lambda: None, eval=lambda tokens: None, scores=logits + 1e-5)
     assert llamacpp.check_same(lambda tokens: logits[None], llm) == pytest.approx(1e-5)
@@ -212,7 +212,7 @@ def test_another_model_in_llama_cpp_is_refused():
         llamacpp.check_same(lambda tokens: logits[None], llm)
 
 
-def test_the_picture_has_the_measured_points_and_the_theory():
+def test_speedup_plot_shows_measurements_and_theory():
     rows = [
         {
             "batch": batch,
@@ -240,7 +240,7 @@ def test_the_picture_has_the_measured_points_and_the_theory():
     assert [segment[:, 1].tolist() for segment in ends] == [[0.5, 1.25], [3.5, 4.25]]
 
 
-def test_every_kind_of_prompt_has_a_panel():
+def test_drafters_plot_has_panel_per_prompt_kind():
     figure = Figure()
     plots.drafters(
         figure,
@@ -255,7 +255,7 @@ def test_every_kind_of_prompt_has_a_panel():
     assert all([bar.get_width() for bar in panel.patches] == [1.5] * 3 for panel in figure.axes)
 
 
-def test_every_rule_has_a_bar():
+def test_rules_plot_has_bar_per_rule():
     rows = [
         {"drafter": name, "K": 2, "temperature": t, "rejection": 1.0, "block": 2.0, "coupled": 3.0}
         for t in (0.7, 1)
@@ -268,7 +268,7 @@ def test_every_rule_has_a_bar():
     assert [[bar.get_width() for bar in panel.patches] for panel in figure.axes] == [[1, 1, 2, 2, 3, 3]] * 2
 
 
-def test_prompts_of_every_kind_have_one_width(monkeypatch):
+def test_prompts_of_every_kind_have_same_width(monkeypatch):
     """A library of three modules, one of them too short to be held out, gives prompts of one width."""
     modules = [
         Document(f"{name}.py", f"def {name}(x):\n    return x\n" * size)
@@ -283,7 +283,7 @@ def test_prompts_of_every_kind_have_one_width(monkeypatch):
         np.testing.assert_array_equal(lengths, subject.WIDTH)
 
 
-def test_each_panel_of_scaling_lets_one_size_grow_and_cuts_nothing_off():
+def test_scaling_plot_varies_one_size_per_panel():
     base = {"model": "target", "rows": 1, "batch": 1, "context": 64, "ms": 1.0}
     figure = Figure()
     plots.scaling(figure, [base, base | {"rows": 9, "ms": 2.0}, base | {"batch": 8, "ms": 5.0}])
@@ -295,13 +295,13 @@ def test_each_panel_of_scaling_lets_one_size_grow_and_cuts_nothing_off():
     assert all(panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 5 for panel in figure.axes)
 
 
-def test_phases_follow_one_another_in_one_bar():
+def test_phases_are_stacked_in_one_bar():
     figure = Figure()
     plots.shares(figure, [{"phase": "draft", "share, %": 30.0}, {"phase": "verify", "share, %": 70.0}])
     assert [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches] == [(0, 30), (30, 70)]
 
 
-def test_signals_are_points_of_their_phase():
+def test_interrupt_plot_groups_signals_by_phase():
     rows = [
         {"phase": p, "s into the phase": s, "s after the signal": 0.1}
         for p, s in (("load", 1), ("tune", 2), ("load", 3))
@@ -314,7 +314,7 @@ def test_signals_are_points_of_their_phase():
     }
 
 
-def test_a_report_carries_its_conditions_and_a_small_picture(tmp_path, capsys):
+def test_report_contains_conditions_and_small_picture(tmp_path, capsys):
     rows = [{"what": "read", "GB/s": 1 / 3}]
     file = reporting.publish(
         "x", "a title", rows, plots.bars("what", "GB/s"), notes=["a note"], folder=tmp_path, extra=timing.spread([1.0])
@@ -327,12 +327,12 @@ def test_a_report_carries_its_conditions_and_a_small_picture(tmp_path, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) < 60_000
 
 
-def test_versions_are_of_what_is_installed():
+def test_conditions_report_installed_versions():
     assert conditions.conditions()["numpy"] == np.__version__
     assert conditions._version("no-such-package") is None
 
 
-def test_without_matplotlib_nothing_is_measured(monkeypatch):
+def test_missing_matplotlib_fails_before_measuring(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     monkeypatch.setattr(roofline, "run", lambda *_: pytest.fail("it was measured"))
@@ -340,7 +340,7 @@ def test_without_matplotlib_nothing_is_measured(monkeypatch):
     assert done.exit_code == 1 and "[bench]" in done.output
 
 
-def test_regret_is_what_the_choice_loses():
+def test_regret_is_loss_against_best_setting():
     """Regret is known for settings of 10, 8 and 9 tokens/s in every repeat, and for one that is best in half."""
     steady = np.tile([[[10.0, 1.0], [8.0, 1.0], [9.0, 1.0]]], (5, 1, 1))
     assert regret.regret(steady, 0) == (0.0, 0.0) and regret.regret(steady, 1) == pytest.approx((0.2, 0.2))

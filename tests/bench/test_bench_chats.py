@@ -55,17 +55,17 @@ def short(monkeypatch):
     monkeypatch.setattr(agreement, "load_corpus", lambda: ([Document("a.py", "def f():\n    pass\n")], []))
 
 
-def test_there_are_sixteen_different_questions_of_each_kind():
+def test_questions_are_distinct_and_sixteen_per_kind():
     found = [question for kind in chats.KINDS for question in chats.questions(kind)]
     assert len(set(found)) == len(found) == 64
 
 
-def test_questions_are_asked_by_the_template():
+def test_questions_use_chat_template():
     row = chats.rows(TOKENIZER, "code", 1)[0]
     assert TOKENIZER.decode(row) == f"[user]{chats.questions('code')[0]}\n[assistant]"
 
 
-def test_requests_have_all_questions_in_their_order():
+def test_requests_keep_question_order():
     asked = [np.arange(1, n) for n in (5, 40, 9)]
     found = chats.requests(TOKENIZER, asked, 2)
     assert [tokens.shape for tokens, *_ in found] == [(2, 64), (1, 32)]
@@ -86,16 +86,16 @@ def test_requests_have_all_questions_in_their_order():
         ([1e-4, 1e-4, 1], [1, 2, 3], None),
     ],
 )
-def test_texts_may_part_from_a_near_tie_on(gaps, tokens, at):
+def test_texts_may_differ_after_near_tie(gaps, tokens, at):
     assert agreement.Expected("code 1", [5, 6, 7], np.array(gaps)).parts(tokens) == at
 
 
 @pytest.mark.parametrize(("text", "kept"), [([3, 0, 4, 0], [3, 0]), ([3, 4], [3, 4]), ([0], [0]), ([], [])])
-def test_a_text_ends_with_its_first_end(text, kept):
+def test_text_is_cut_after_first_eos(text, kept):
     assert rivals.to_end(text, (0,)) == kept
 
 
-def test_transformers_greedy_texts_and_gaps(chatty):
+def test_transformers_greedy_tokens_and_gaps_match_unbatched_rows(chatty):
     """Each row of a batch is decoded as it is alone, with the gaps of its own logits."""
     torch = pytest.importorskip("torch")
     target = jspec.load(chatty)
@@ -113,7 +113,7 @@ def test_transformers_greedy_texts_and_gaps(chatty):
         assert one.tokens == rivals.greedy(twin, [prompt], 6, (0,))[0][0]
 
 
-def test_the_answers_agree_with_transformers(bench, short, monkeypatch):
+def test_answers_agree_with_transformers(bench, short, monkeypatch):
     pytest.importorskip("torch")
     made = agreement.made
     monkeypatch.setattr(agreement, "made", lambda *args: dict(itertools.islice(made(*args).items(), 2)))
@@ -125,7 +125,7 @@ def test_the_answers_agree_with_transformers(bench, short, monkeypatch):
     assert report["notes"][-1] == "Texts that differ elsewhere: none."
 
 
-def test_texts_that_part_are_named(bench, short, monkeypatch):
+def test_differing_texts_are_named(bench, short, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(agreement, "made", lambda *_: {"plain": None})
     right = agreement.expected
@@ -142,7 +142,7 @@ def test_texts_that_part_are_named(bench, short, monkeypatch):
     assert "plain: chat 1, token 2; plain: summary 1, token 2" in report["notes"][-1]
 
 
-def test_every_way_to_draft_is_compared(chatty, short):
+def test_agreement_compares_every_drafter(chatty, short):
     subject = agreement.Subject("x", jspec.load(chatty), None, TOKENIZER)
     found = agreement.made(subject, {"code 1": np.arange(1, 9)})
     assert list(found)[:4] == ["plain", "lookup", "retrieval", "unigram"]
@@ -150,14 +150,14 @@ def test_every_way_to_draft_is_compared(chatty, short):
     assert sum(isinstance(one, jspec.FallbackDrafter) for one in found.values()) == 3
 
 
-def test_a_target_without_a_template_is_refused(tmp_path):
+def test_target_without_chat_template_is_rejected(tmp_path):
     pytest.importorskip("torch")
     folder = text_pair.write(tmp_path / "mute")
     done = CliRunner().invoke(app, ["agreement", "--target", str(folder), "--output", str(tmp_path)])
     assert done.exit_code == 1 and "has no chat template" in done.output and done.output.count("\n") == 1
 
 
-def test_without_torch_there_is_nothing_to_agree_with(monkeypatch):
+def test_missing_torch_is_an_error(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     done = CliRunner().invoke(app, ["agreement"])
@@ -182,7 +182,7 @@ def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     assert ("llama_cpp is not installed" in report["notes"][1]) == (importlib.util.find_spec("llama_cpp") is None)
 
 
-def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty, tmp_path):
+def test_head_is_measured_with_other_drafters(bench, short, monkeypatch, chatty, tmp_path):
     monkeypatch.setattr(chats, "KINDS", ("chat",))
     head = jspec.EagleDrafter(eagle_heads.eagle(jspec.load(chatty), features=(0, 1))).save(tmp_path / "head")
     options = "--requests 1 --batch 1 --num-draft-tokens 1 --max-new-tokens 4 --repeats 1 --temperature 1 --tree 0,0"
@@ -194,7 +194,7 @@ def test_a_head_is_measured_beside_the_others(bench, short, monkeypatch, chatty,
     assert done.exit_code == 2 and "pass --head" in done.output
 
 
-def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
+def test_held_out_training_questions_are_used(bench, short, chatty, tmp_path):
     (tmp_path / rows.TEXTS).mkdir()
     chats_ = [rows.of_answer([1, 2 + i % 50, 5 + i // 50], [5, 6, 7]) for i in range(100)]
     rows.save([*chats_, rows.of_answer([], range(9))], tmp_path / rows.TEXTS / "00000.safetensors")
@@ -211,7 +211,7 @@ def test_questions_that_a_training_held_out(bench, short, chatty, tmp_path):
 
 
 @pytest.mark.parametrize("branches", [True, False])
-def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
+def test_tree_head_is_not_combined_with_lookup(branches, chatty):
     target = jspec.load(chatty)
     head = (
         jspec.PassDrafter.untrained(target, 2, rngs=nnx.Rngs(0))
@@ -222,7 +222,7 @@ def test_what_drafts_a_tree_falls_back_on_nothing(branches, chatty):
     assert "head" in names and ("lookup, else head" in names) is not branches
 
 
-def test_speeds_count_the_tokens_of_each_program():
+def test_speeds_count_each_programs_own_tokens():
     rows = answers._rows(
         "code",
         1,
@@ -235,12 +235,12 @@ def test_speeds_count_the_tokens_of_each_program():
 
 
 @pytest.mark.parametrize(("limit", "text"), [(9, [5, 6, 0]), (2, [5, 6])])
-def test_llama_cpp_stops_where_the_text_does(limit, text):
+def test_llama_cpp_stops_at_eos_or_limit(limit, text):
     llm = SimpleNamespace(reset=lambda: None, generate=lambda ids, temp: iter([*ids, 0, 7]))
     assert llamacpp.answer(llm, np.array([5, 6]), limit, (0,)) == text
 
 
-def test_every_kind_of_question_has_a_bar_of_each_program():
+def test_answers_plot_has_bar_per_program():
     rows = [
         {"question": kind, "batch": batch, "program": name, "tokens/s": batch * speed}
         for kind in ("chat", "code")
@@ -254,7 +254,7 @@ def test_every_kind_of_question_has_a_bar_of_each_program():
     assert len({bar.get_y() for bar in figure.axes[0].patches}) == 4
 
 
-def test_seconds_to_the_first_answer_begin_with_nothing(monkeypatch):
+def test_first_answer_starts_from_empty_folder(monkeypatch):
     """All paths in commands are in the empty folder, except the clone's source; the second answer is not counted."""
     done, published = [], {}
 

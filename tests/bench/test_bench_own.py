@@ -39,7 +39,7 @@ def bench(pair, tmp_path):
     return run
 
 
-def test_a_whole_command_writes_its_results_where_it_is_told(bench, tmp_path):
+def test_command_writes_results_to_output_folder(bench, tmp_path):
     before = set(RESULTS.iterdir())
     code, out = bench(
         "acceptance", "--batch", "3", "--num-draft-tokens", "1", "--max-new-tokens", "4", "--temperature", "0"
@@ -54,7 +54,7 @@ def test_a_whole_command_writes_its_results_where_it_is_told(bench, tmp_path):
     ]
 
 
-def test_the_bundled_folders_are_checkpoints_like_any_other(tmp_path):
+def test_bundled_folders_load_as_checkpoints(tmp_path):
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfdef f(x):\r\nimport os, sys\n\tpass")
     found = subject.find(8, "109m", str(PAIR / "target"), str(PAIR / "draft"), file, None)
@@ -75,14 +75,14 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("draft", DRAFTERS)
-def test_what_drafts_without_a_model_does_so_for_the_target_of_a_pair_too(pair, draft):
+def test_model_free_drafter_is_used_with_any_target(pair, draft):
     bundled, own = (subject.find(8, "bundled", target, draft, None, None) for target in (None, str(pair[0])))
     assert (bundled.name, own.name) == (f"bundled+{draft}", f"mine+{draft}")
     assert bundled.target.config.num_hidden_layers == 6 and bundled.tokenizer is not None
     assert bundled.draft == own.draft == DRAFTERS[draft]
 
 
-def test_a_step_is_a_pass_of_what_drafts(pair):
+def test_draft_pass_runs_layers_of_drafter(pair):
     """An early exit's step is a pass over the target's layers that it runs; lookup has no step."""
     target, draft = (jspec.load(folder) for folder in pair)
     found = [
@@ -106,7 +106,7 @@ def test_a_step_is_a_pass_of_what_drafts(pair):
         ),
     ],
 )
-def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, content, sentence):
+def test_invalid_prompts_are_reported_with_line_number(bench, tmp_path, content, sentence):
     file = tmp_path / "bad.txt"
     file.write_bytes(content)
     code, out = bench("trace", "--max-new-tokens", "16", prompts=file)
@@ -129,12 +129,12 @@ def test_prompts_that_cannot_be_used_are_named_by_their_line(bench, tmp_path, co
         ("gap", {"target": None, "draft": "exit:9"}, "109m has random weights and no tokenizer"),
     ],
 )
-def test_options_that_do_not_go_together_get_one_sentence(bench, command, own, sentence):
+def test_conflicting_options_give_one_sentence(bench, command, own, sentence):
     code, out = bench(command, **own)
     assert code == 1 and sentence in out and out.count("\n") == 1
 
 
-def test_another_tokenizer_is_refused(bench, tmp_path):
+def test_different_tokenizer_is_rejected(bench, tmp_path):
     other = text_pair.write(tmp_path / "other")
     text_pair.tokenizer(swapped=70).save_pretrained(other)
     code, out = bench("latency", draft=other)
@@ -142,7 +142,7 @@ def test_another_tokenizer_is_refused(bench, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["prompts", "output"])
-def test_a_path_of_the_wrong_kind_is_refused(bench, tmp_path, option):
+def test_path_of_wrong_kind_is_rejected(bench, tmp_path, option):
     wrong = tmp_path if option == "prompts" else tmp_path / "prompts.txt"
     code, out = bench("gap", **{option: wrong})
     assert code == 2 and f"--{option}" in out

@@ -24,7 +24,7 @@ def bench(*words):
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_figures_of_answers():
+def test_serve_rows_summarise_answers():
     """Results are medians over turns and sums over answers, for two made-up turns of two answers each."""
     drafts = {"rounds": 10, "drafted": 20, "judged": 18, "accepted": 6}
     none = dict.fromkeys(drafts, 0) | {"rounds": 30}
@@ -75,7 +75,7 @@ def test_every_load_is_measured_on_both_servers(pair, tmp_path):
     assert any("smaller --num-draft-tokens" in note for note in found["notes"]) == advised
 
 
-def test_mistakes_are_one_sentence(pair, tmp_path):
+def test_mistakes_give_one_sentence(pair, tmp_path):
     target, _, prompts = pair
     code, out = bench("--target", target)
     assert code == 2 and "--target requires --prompts, a file" in out

@@ -37,7 +37,7 @@ def played(target, draft, temperature=0.0, rows=2, new_tokens=24):
     return play.Play(Subject("x", target, draft), request, 1, new_tokens, temperature)
 
 
-def test_synthetic_trees_bring_what_was_predicted(two):
+def test_synthetic_trees_have_predicted_yield(two):
     """Synthetic acceptance gives the predicted yield for any draft, even if lookup drafts nothing."""
     game = played(jspec.load(two), jspec.NGramDrafter(), rows=4, new_tokens=100)
     outs = game.drafted(play.branching(jspec.NGramDrafter(), TREE), accept=Synthetic(RATES))()
@@ -47,7 +47,7 @@ def test_synthetic_trees_bring_what_was_predicted(two):
     assert str(Synthetic(RATES)) == "synthetic 0.5 0.3"
 
 
-def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
+def test_rows_run_in_sequence_and_ranks_are_recorded(two):
     """Greedy outputs are the same for any keys and tree, and each rank counts as often as it is accepted."""
     game, tree = played(jspec.load(two), jspec.NGramDrafter()), jspec.Tree.branching((3,))
     plain = game.plain()()
@@ -61,7 +61,7 @@ def test_rows_are_played_one_after_another_and_ranks_read_from_a_record(two):
     assert rates.sum() == pytest.approx(out.stats.accepted.sum() / out.stats.rounds.sum())
 
 
-def test_a_tree_of_each_drafter():
+def test_each_drafter_gets_its_tree_and_chain():
     made = {
         type(draft): play.branching(draft, TREE)
         for draft in (jspec.NGramDrafter(2), jspec.TokenRecyclingDrafter(), jspec.EarlyExitDrafter(1))
@@ -73,7 +73,7 @@ def test_a_tree_of_each_drafter():
     assert play.chain(jspec.EarlyExitDrafter(1), 3)["drafter"].tree.is_chain
 
 
-def test_rounds_are_what_the_start_leaves():
+def test_round_time_excludes_start():
     times = {
         name: np.array([value])
         for name, value in {"plain": 5.0, "plain, start": 1.0, "a": 3.0, "a, start": 1.0}.items()
@@ -82,7 +82,7 @@ def test_rounds_are_what_the_start_leaves():
     assert play.rounds_alone(times, "a", {"plain": 1.25, "a": 2.0}) == [1.25]
 
 
-def test_of_the_rounds_of_every_batch_one_is_its_start():
+def test_one_round_per_batch_counts_as_start():
     """Batches of two, two and one rows play 4, 3 and 2 rounds; 6 of these come after a batch's first."""
     out = SimpleNamespace(stats=SimpleNamespace(rounds=np.array([4, 1, 3, 3, 2])))
     assert play.whole_over_rest(out, 2) == 9 / 6
@@ -111,7 +111,7 @@ RATES_OF = np.array([0.6, 0.2, 0.1, 0.05])
         ),
     ],
 )
-def test_what_is_compared(rule, draft, temperature, names):
+def test_tree_settings_for_each_rule_and_drafter(rule, draft, temperature, names):
     """Each setting appears once; a best of four that is a chain, and drafts no rule can verify, are left out."""
     game = play.Play(Subject("x", None, draft), (), 1, 8, temperature)
     found = trees.settings(game, rule, RATES_OF, [4, 8], 2)
@@ -121,7 +121,7 @@ def test_what_is_compared(rule, draft, temperature, names):
     assert independent == [rule == "k-seq"] * len(found)
 
 
-def test_rules_are_those_that_can_tell_drafts_apart():
+def test_only_applicable_rules_are_compared():
     def rules(draft, temperature, acceptance=()):
         return list(trees.judges(play.Play(Subject("x", None, draft), (), 1, 8, temperature), acceptance))
 
@@ -131,7 +131,7 @@ def test_rules_are_those_that_can_tell_drafts_apart():
     assert rules(jspec.NGramDrafter(), 1.0, [0.5]) == ["synthetic 0.5"]
 
 
-def test_the_fastest_are_named():
+def test_fastest_chain_and_tree_are_named():
     rows = [
         trees._row("r", f"r, {name}", 0.5, 4, 2.0, 2.0, 1.0, alone, expected)
         for name, alone, expected in (("chain of 4", 1.25, 1.5), ("best of 8", 1.1, 1.3), ("dynamic of 8", 1.2, ""))
@@ -142,7 +142,7 @@ def test_the_fastest_are_named():
 
 
 @pytest.mark.slow
-def test_trees_of_recycled_tokens_for_chats(two, tmp_path, monkeypatch):
+def test_trees_command_with_recycling_on_chats(two, tmp_path, monkeypatch):
     """The whole command runs and writes its report."""
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
     words = "trees --draft recycling --chats --batch 1 --requests 4 --nodes 2 --nodes 8 --children 1 --max-depth 1"
@@ -164,7 +164,7 @@ def laws(count, size, seed=0):
     return tuple(np.asarray(jax.nn.softmax(part.astype(np.float32))) for part in logits)
 
 
-def test_full_noise_accepts_as_often_as_the_closed_form(report):
+def test_full_noise_acceptance_matches_closed_form(report):
     """One draft token is kept at ``sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)``.
 
     This holds within four standard errors for 40,000 noises.
@@ -177,7 +177,7 @@ def test_full_noise_accepts_as_often_as_the_closed_form(report):
 
 
 @pytest.mark.parametrize("ranks", [noise.ranks_in_two_steps, noise.ranks_at_once])
-def test_children_are_different_tokens(ranks):
+def test_children_are_distinct_tokens(ranks):
     """If children cover the vocabulary, the target's token is among them, and is first if the draft is the target."""
     (p,), (q,) = laws(1, 5)
     keys = jax.random.split(jax.random.key(0), 64)
@@ -185,7 +185,7 @@ def test_children_are_different_tokens(ranks):
 
 
 @pytest.mark.parametrize("name", noise.WAYS)
-def test_every_way_draws_from_the_law(name):
+def test_every_noise_method_samples_from_distribution(name):
     """Each token's share of 20,000 draws equals its probability to within four standard errors."""
     p = laws(1, 8)[0][0]
     keys, positions = jax.random.split(jax.random.key(1), 20_000), np.zeros((20_000, 1), np.int32)
@@ -194,7 +194,7 @@ def test_every_way_draws_from_the_law(name):
     assert (abs(shares - p) < 4 * np.sqrt(p * (1 - p) / 20_000)).all()
 
 
-def test_coarse_noise_draws_rare_tokens_too_seldom():
+def test_coarse_noise_samples_rare_tokens_too_rarely():
     """The closed form matches the sum over all 10-bit values."""
     p = np.array([1e-1, 1e-2, 1e-3, 2e-4])
     v = (np.arange(1024) + 0.5) / 1024
@@ -204,7 +204,7 @@ def test_coarse_noise_draws_rare_tokens_too_seldom():
     assert noise.lost(np.array([[1 - 1e-7, 1e-7]]), 16) == pytest.approx(1e-7, rel=1e-3)
 
 
-def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
+def test_noise_command_writes_report_and_plot(tmp_path, two, monkeypatch):
     """The whole command, except for its models, writes its report and its plot."""
     for module in (noise, passes):
         monkeypatch.setattr(module, "LOOP_SECONDS", 0.001)
@@ -232,7 +232,7 @@ def test_what_noise_costs_and_gains(tmp_path, two, monkeypatch):
     assert [line.get_xdata().tolist() for line in figure.axes[0].lines] == [[1, 4]] * 2
 
 
-def test_speeds_count_acceptance_noise_and_the_pass():
+def test_speed_combines_acceptance_noise_and_pass_time():
     rates = {"two steps": np.full((2, 4), 0.5), "full noise": np.array([[0.5] * 4, [1.0] * 4])}
     taken = {size: {"two steps": 1.0, "full noise": 3.0, "of 32 bits": 2.0, "pass": 1.0} for size in noise.SIZES}
     rows = {row["what"]: row for row in noise.table(7, rates, taken)}

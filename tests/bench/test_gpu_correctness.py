@@ -42,7 +42,7 @@ def _without_residual(x, inner, weight, gamma, **options):
 
 
 @pytest.mark.parametrize("wrong", [_late, _turned_back, _unwritten, _coarse, _unweighted, _without_residual, None])
-def test_a_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
+def test_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
     """Every planted bug is detected; None stands for the kernel as it is, which is ok."""
     record, norms = Record(tmp_path / "step.json"), wrong in (_unweighted, _without_residual)
     monkeypatch.setattr(kernels, "ATTENTION", {"several tokens": (2, 3, 4, 2, 64, 40, [7, 0])})
@@ -75,7 +75,7 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
 
 
 @pytest.mark.slow
-def test_another_law_is_not_ok(quick_compile):
+def test_wrong_distribution_is_not_ok(quick_compile):
     """A model's counts fit its own distribution but not that of its draft model."""
     target, draft = (random_llama(law._SHAPE, jnp.float32, seed) for seed in (0, 1))
     counts, rate = law._counts(target, draft, 4096, 4096, "rejection", 2)
@@ -88,7 +88,7 @@ def test_another_law_is_not_ok(quick_compile):
     assert (statistic - freedom) / counts.sum() > 10 * law._ROUNDED
 
 
-def test_a_text_may_leave_another_only_where_two_tokens_are_tied(tmp_path, monkeypatch):
+def test_texts_may_differ_only_at_ties(tmp_path, monkeypatch):
     record, request = Record(tmp_path / "step.json"), (np.zeros((2, 1), np.int32), np.ones(2, np.int32), None)
     ours, theirs = np.array([[1, 2, 3], [4, 5, 6]]), np.array([[1, 2, 3], [4, 0, 6]])
     for lead in (1e-6, 0.1):

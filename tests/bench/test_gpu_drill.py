@@ -43,7 +43,7 @@ def _read(folder):
     return {file.stem: json.loads(file.read_text()) for file in Path(folder).glob("*.json")}
 
 
-def test_steps_that_fail_leave_their_rows_and_the_next_one_runs(steps, tmp_path, capfd):
+def test_failed_steps_keep_rows_and_next_step_runs(steps, tmp_path, capfd):
     chosen = steps("broken", "absent", "dies", "partly", "fine")
     drill = Drill(tmp_path / "out", 500, True, chosen)
     drill.run()
@@ -64,7 +64,7 @@ def test_steps_that_fail_leave_their_rows_and_the_next_one_runs(steps, tmp_path,
     assert "FAILED step_broken: error ValueError: no such device" in capfd.readouterr().out
 
 
-def test_a_step_that_hangs_is_ended_at_its_limit_with_what_it_started(steps, tmp_path):
+def test_hanging_step_is_killed_with_its_subprocesses(steps, tmp_path):
     """A step that hangs leaves the other steps their time."""
     hangs, fine = steps("hangs", "fine")
     Drill(tmp_path / "out", 168, True, [hangs, dataclasses.replace(fine, share=20.0)]).run()
@@ -80,7 +80,7 @@ def _running(text):
     return [line for line in lines if text.encode() in line]
 
 
-def test_a_killed_drill_leaves_complete_files_and_no_process(steps, tmp_path):
+def test_killed_drill_leaves_complete_files_and_no_process(steps, tmp_path):
     steps("fine", "waits")
     code = (
         "import sys; from pathlib import Path; from bench.gpu.drill import Drill; from bench.gpu.steps import Step\n"
@@ -107,7 +107,7 @@ def _wait(condition, seconds=120):
         time.sleep(0.05)
 
 
-def test_a_file_is_complete_at_any_moment(tmp_path):
+def test_record_file_is_complete_at_any_moment(tmp_path):
     """A reader that polls constantly never sees a partial file."""
     record = Record(tmp_path / "step.json")
     writer = threading.Thread(target=lambda: [record.add("row", text="x" * 1000) for _ in range(200)])
@@ -119,14 +119,14 @@ def test_a_file_is_complete_at_any_moment(tmp_path):
     assert len(set(seen)) > 3 and seen == sorted(seen)
 
 
-def test_a_figure_that_json_does_not_know_costs_nothing(tmp_path):
+def test_values_unknown_to_json_are_converted(tmp_path):
     record = Record(tmp_path / "step.json")
     record.add("row", single=np.float32(0.5), count=np.int64(3), path=tmp_path, set={1})
     row = _read(tmp_path)["step"]["rows"][0]
     assert (row["single"], row["count"], row["path"], row["set"]) == (0.5, 3, str(tmp_path), "{1}")
 
 
-def test_the_summary_fits_what_a_terminal_keeps(tmp_path):
+def test_summary_fits_in_terminal_output(tmp_path):
     """Wrong results come first, for any number of correct rows."""
     entries = []
     for step in STEPS:
@@ -138,12 +138,12 @@ def test_the_summary_fits_what_a_terminal_keeps(tmp_path):
     assert len(text) < 12_000 and text.count("FAILED a measurement with a long name, number 90") == len(STEPS)
 
 
-def test_steps_are_named_once_and_share_a_drill_of_540_seconds():
+def test_step_names_are_unique_and_shares_total_540_seconds():
     assert len({step.name for step in STEPS}) == len({step.module for step in STEPS}) == len(STEPS)
     assert sum(step.share for step in choose(STEPS, (), rehearse=False)) == 540
 
 
-def test_steps_on_request_run_if_they_are_named_and_in_a_rehearsal():
+def test_on_request_steps_run_if_named_or_rehearsed():
     steps = Step("usual", "a", 1.0), Step("rare", "b", 1.0, on_request=True)
     names = {
         (only, rehearse): [step.name for step in choose(steps, only, rehearse)]

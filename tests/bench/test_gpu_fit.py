@@ -45,7 +45,7 @@ def test_known_constants_are_recovered(tmp_path, share, launch_us):
     assert found.launch == pytest.approx(launch_us * 1e-6, abs=1e-12)
 
 
-def test_noise_moves_constants_little(tmp_path):
+def test_measurement_noise_changes_constants_little(tmp_path):
     rng = np.random.default_rng(0)
     write(tmp_path, lambda work, kernels: (work / 0.85 + kernels * 1.5e-3) * rng.normal(1, 0.002))
     found = fit.fit(fit.rounds(tmp_path)[1])
@@ -53,7 +53,7 @@ def test_noise_moves_constants_little(tmp_path):
     assert found.launch == pytest.approx(1.5e-6, rel=0.1)
 
 
-def test_constants_stay_in_their_ranges(tmp_path):
+def test_constants_stay_in_range(tmp_path):
     """Constants stay in range for rounds faster than the published bandwidth or cheaper with more kernels."""
     write(tmp_path, lambda work, kernels: 0.9 * work)
     found = fit.fit(fit.rounds(tmp_path)[1])
@@ -62,7 +62,7 @@ def test_constants_stay_in_their_ranges(tmp_path):
     assert fit.fit(fit.rounds(tmp_path)[1]).launch == pytest.approx(0, abs=1e-12)
 
 
-def test_a_fit_says_what_to_write(tmp_path, capsys):
+def test_fit_reports_constants_to_write(tmp_path, capsys):
     write(tmp_path, lambda work, kernels: work / 0.8 + kernels * 1.5e-3)
     assert fit.main([str(tmp_path)]) is None
     out = capsys.readouterr().out.splitlines()
@@ -71,7 +71,7 @@ def test_a_fit_says_what_to_write(tmp_path, capsys):
     assert out[1].split() == ["plain", "2.881", "ms", "0.882", "1.000", "1.000"]
 
 
-def test_int8_is_held_out_and_too_few_rounds_are_refused(tmp_path, monkeypatch):
+def test_fit_holds_out_int8_and_rejects_too_few_rounds(tmp_path, monkeypatch):
     """An int8 round that takes twice as long changes no constant but shows in the report."""
     monkeypatch.setitem(LOADS, "int8 3B plain", (1.0, 300))
     write(tmp_path, lambda work, kernels: (2 if kernels == 300 else 1) * (work / 0.8 + kernels * 1.5e-3))
@@ -86,7 +86,7 @@ def test_int8_is_held_out_and_too_few_rounds_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [None, [], [{"what": "3B plain", "error": "out of memory"}]])
-def test_a_folder_without_rounds_is_refused(tmp_path, rows):
+def test_folder_without_rounds_is_rejected(tmp_path, rows):
     if rows is not None:
         (tmp_path / "03-decoding.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
     write(tmp_path, lambda work, kernels: work, "05-settings.json")
@@ -96,7 +96,7 @@ def test_a_folder_without_rounds_is_refused(tmp_path, rows):
     )
 
 
-def test_a_rehearsal_is_refused(tmp_path):
+def test_rehearsal_is_rejected(tmp_path):
     write(tmp_path, lambda work, kernels: work, device="cpu")
     with pytest.raises(ValueError, match=r"measured on one device and predicted for another, \[\('cpu', 'NVIDIA H100"):
         fit.rounds(tmp_path)
@@ -134,7 +134,7 @@ def launches():
     return found
 
 
-def test_a_trace_is_read_beside_the_kernels_of_a_round():
+def test_trace_is_matched_with_kernels_of_a_round():
     device = dataclasses.replace(H100, launch=1e-6)
     found = profile.figures(launches(), KERNELS, 2, device, 8e-6)
     expected = {
@@ -154,6 +154,6 @@ def test_a_trace_is_read_beside_the_kernels_of_a_round():
     assert {row["kernel"]: row["us"] for row in found["parts"]} == pytest.approx({"verify": 4.0, "commit": 1.0})
 
 
-def test_a_trace_of_other_names_is_refused():
+def test_trace_with_unknown_names_is_rejected():
     with pytest.raises(ValueError, match=r"None of the 1 launches .*\['kernel_17'\]"):
         profile.figures([profile.Launch("kernel_17", 0, 1)], KERNELS, 1, H100, 1e-3)

@@ -52,7 +52,7 @@ def tree(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(PYTHON is None, reason="the machine of the drill has Python 3.12")
-def test_the_drill_is_rehearsed_from_the_packed_tree(tree, tmp_path, report):
+def test_packed_drill_passes_rehearsal(tree, tmp_path, report):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     _command(PYTHON, "-m", "venv", str(tmp_path / "machine"))
     python = str(tmp_path / "machine/bin/python")
