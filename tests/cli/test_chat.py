@@ -70,7 +70,7 @@ def answered(target, tokenizer, prompt, turn):
     return tokenizer.decode(out.tokens[0, : int(out.lengths[0])], skip_special_tokens=True)
 
 
-def test_answers_are_those_of_plain_decoding_to_all_that_was_said(talk, tokenizer):
+def test_chat_answers_equal_plain_decoding_of_conversation(talk, tokenizer):
     conversation, said = talk("Be brief."), [{"role": "system", "content": "Be brief."}]
     target = conversation._engine.device.target
     for turn, message in enumerate(("Hello", "in a", "the thing")):
@@ -82,7 +82,7 @@ def test_answers_are_those_of_plain_decoding_to_all_that_was_said(talk, tokenize
     assert kept[0] == 0 and 0 < kept[1] < kept[2]  # earlier turns are not prefilled again
 
 
-def test_without_a_template_a_text_goes_on(talk):
+def test_without_template_chat_continues_text(talk):
     words = text_pair.tokenizer()
     conversation, text = talk(words=words), ""
     for turn, message in enumerate(("in a", "the")):
@@ -92,7 +92,7 @@ def test_without_a_template_a_text_goes_on(talk):
         text += f"{answer}\n"
 
 
-def test_an_answer_that_is_cut_off_was_said(talk):
+def test_interrupted_answer_stays_in_conversation(talk):
     conversation = talk()
     parts = conversation.answer("Hello")
     shown = next(parts).text
@@ -101,14 +101,14 @@ def test_an_answer_that_is_cut_off_was_said(talk):
     assert [*conversation.answer("in a")][-1].finish_reason in ("length", "eos")
 
 
-def test_what_does_not_fit_was_not_said(talk):
+def test_message_that_does_not_fit_is_not_recorded(talk):
     conversation = talk(length=64)
     with pytest.raises(Exception, match="leaves no room for an answer in 64; shorten the message"):
         [*conversation.answer("x" * 100)]
     assert conversation._messages == [] and [*conversation.answer("Hello")]
 
 
-def test_the_command(run, sources, tmp_path):
+def test_chat_command_prints_answers_and_statistics(run, sources, tmp_path):
     pair = (sources[0], "--draft", sources[1], "-n", 9, "--seed", 4)
     code, out, error = run("chat", *pair, stdin=b"in a\n\nthe\n")
     answers = out.splitlines()
@@ -128,12 +128,12 @@ def test_the_command(run, sources, tmp_path):
         ((), b"\xff\n", "not UTF-8"),
     ],
 )
-def test_mistakes(run, sources, arguments, stdin, message):
+def test_mistakes_give_one_sentence(run, sources, arguments, stdin, message):
     code, out, error = run("chat", sources[0], *arguments, stdin=stdin)
     assert code == 2 and out == "" and message in error and error.removeprefix(WAITS).count("\n") == 1
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_program(run, sources, monkeypatch):
+def test_ctrl_c_stops_answer_but_not_program(run, sources, monkeypatch):
     @contextlib.contextmanager
     def heard():
         event = threading.Event()
@@ -148,13 +148,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(run, sources, monkeypatch):
     assert whole.startswith(out.split("\n")[0][:4])
 
 
-def test_ctrl_c_is_heard_in_the_block_and_ends_the_process_outside():
+def test_ctrl_c_is_caught_inside_block_and_ends_process_outside():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a new program also ignores what is ignored here
     found = subprocess.run([sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=120)
     assert (found.returncode, found.stdout) == (130, "stopped\n"), found.stderr
 
 
-def test_who_is_talked_with_where_nothing_is_said(monkeypatch, capsys):
+def test_default_chat_target_is_installed_model(monkeypatch, capsys):
     assert chat._target("other") == "other"
     monkeypatch.setattr(names, "find", lambda name: "here")
     assert chat._target(None) == "smollm2" and capsys.readouterr().err == ""

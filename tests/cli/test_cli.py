@@ -60,7 +60,7 @@ def generate(run, sources):
         ["generate", "--no"],
     ],
 )
-def test_help_and_mistakes_load_nothing_slow(arguments):
+def test_help_and_mistakes_import_nothing_slow(arguments):
     code = (
         "import sys, jspec.cli\n"
         "try: jspec.cli.main(sys.argv[1:])\n"
@@ -71,7 +71,7 @@ def test_help_and_mistakes_load_nothing_slow(arguments):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_public_names_are_found_when_they_are_used():
+def test_public_names_are_imported_lazily():
     """Public names are imported lazily, from the file that defines them."""
     module = importlib.import_module("jspec.generation.generate")
     assert jspec.generate is module.generate and jspec.speculative_generate is module.speculative_generate
@@ -93,7 +93,7 @@ def test_version_and_help(run):
     assert all(run(command, "-h") == run(command, "--help") for command in ("generate", "tune", "index", "convert"))
 
 
-def test_bundled_pair_by_default(tmp_path):
+def test_bundled_pair_is_default(tmp_path):
     """A process with default settings prints no noise and makes a private cache of compiled programs."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -105,7 +105,7 @@ def test_bundled_pair_by_default(tmp_path):
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and any(cache.iterdir())
 
 
-def test_ragged_prompts_are_the_prompts_alone(generate):
+def test_ragged_prompts_give_same_text_as_single_prompts(generate):
     together = generate(*PROMPTS, "--temperature", 0)
     assert [line["prompt"] for line in together] == PROMPTS
     assert [line["text"] for line in together] == [generate(p, "--temperature", 0)[0]["text"] for p in PROMPTS]
@@ -113,7 +113,7 @@ def test_ragged_prompts_are_the_prompts_alone(generate):
     assert generate(*PROMPTS, "--seed", 13)[0]["tokens"] == generate(PROMPTS[0], "--seed", 13)[0]["tokens"]
 
 
-def test_json_adds_up(generate):
+def test_json_fields_are_consistent(generate):
     for line in generate(*PROMPTS, "--seed", 13):  # no output ends before the limit
         stats, origins = line["stats"], line["origins"]
         assert set(line) == FIELDS and line["num_draft_tokens"] == 4
@@ -125,14 +125,14 @@ def test_json_adds_up(generate):
         assert text_pair.tokenizer().decode(line["tokens"], skip_special_tokens=True) == line["text"]
 
 
-def test_greedy_text_needs_no_draft(generate):
+def test_greedy_text_is_same_with_and_without_draft(generate):
     plain, drafted = (generate(PROMPTS[0], "--temperature", 0, *extra)[0] for extra in (["--plain"], []))
     assert plain["tokens"] == drafted["tokens"] and plain["text"] == drafted["text"]
     assert plain["stats"]["rounds"] == len(plain["tokens"]) > drafted["stats"]["rounds"]
     assert set(plain["origins"]) == {"bonus"} and plain["stats"]["acceptance_rate"] is None
 
 
-def test_seed_decides(generate):
+def test_seed_determines_sampled_tokens(generate):
     first, again, other = (generate(PROMPTS[0], "--seed", seed)[0]["tokens"] for seed in (1, 1, 2))
     assert first == again != other
 
@@ -143,7 +143,7 @@ def test_standard_input_is_one_prompt(generate):
     assert piped[0]["tokens"] == generate("the thing\nin a\n")[0]["tokens"]
 
 
-def test_every_option_arrives(monkeypatch, sources):
+def test_every_option_reaches_decoding(monkeypatch, sources):
     """Every option reaches the decoding function, which other tests check."""
     caught = []
     monkeypatch.setattr(cli.generate, "_decode", lambda *arguments: caught.append(arguments) or 1 / 0)
@@ -161,7 +161,7 @@ def test_every_option_arrives(monkeypatch, sources):
         assert kinds == {"int8", "bfloat16", "float32"}, kinds
 
 
-def test_a_tree_is_drafted(generate):
+def test_tree_option_drafts_tree(generate):
     """A tree's depth is reported as the number of draft tokens, and the coupled output equals the plain one."""
     drafting, plain = (
         generate(PROMPTS[0], *options)[0] for options in (["--tree", "0,0,1", "--accept", "coupled"], ["--plain"])
@@ -173,12 +173,12 @@ def test_a_tree_is_drafted(generate):
 @pytest.mark.parametrize(
     ("draft", "can"), [("model", True), ("exit:3", True), ("store.safetensors", True), ("lookup", False)]
 )
-def test_which_drafts_branch(draft, can):
+def test_can_branch_depends_on_drafter(draft, can):
     """`can_branch` is true for drafts with which `jspec tune` may recommend a tree."""
     assert Sources("target", draft).can_branch == can and not Sources("target", draft, looks_up=True).can_branch
 
 
-def test_rounds_are_drawn(run, sources, generate):
+def test_show_option_draws_rounds(run, sources, generate):
     command = "generate", PROMPTS[0], "--target", sources[0], "--draft", sources[1], "-n", 24
     code, out, _ = run(*command, "--show")
     plain = generate(PROMPTS[0])[0]
@@ -186,7 +186,7 @@ def test_rounds_are_drawn(run, sources, generate):
     assert code == 0 and len(rounds) == plain["stats"]["rounds"] and out.splitlines()[0].endswith("rejected")
 
 
-def test_another_limit_needs_no_other_program(generate, report):
+def test_different_limit_does_not_recompile(generate, report):
     longer = generate(PROMPTS[0], "--seed", 13, length=57)[0]
     compiled = decode_program._cache_size()
     for length in (1, 24, 96):
@@ -196,7 +196,7 @@ def test_another_limit_needs_no_other_program(generate, report):
     assert decode_program._cache_size() == compiled
 
 
-def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
+def test_auto_uses_tuned_draft_length(generate, monkeypatch):
     tuning = {2: jspec.Tuning(2, 1.5, 1.0, (1.0, 1.0), (1.2, 1.5)), 0: jspec.Tuning(0, 1.0, 1.0, (2.0,), (1.2,))}
     for best, options in ((2, ["--num-draft-tokens", 2]), (0, ["--plain"])):
         monkeypatch.setattr("jspec.tuning.tune_chain._answers", {})
@@ -210,7 +210,7 @@ def test_auto_is_the_number_that_tune_finds(generate, monkeypatch):
 @pytest.mark.parametrize(
     ("best", "said"), [(2, "auto: num_draft_tokens=2 "), (0, "auto: plain decoding is the fastest")]
 )
-def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
+def test_auto_reports_its_choice(run, sources, monkeypatch, best, said):
     monkeypatch.setattr("jspec.tuning.tune_chain._answers", {})
     monkeypatch.setattr(auto, "tune", lambda *_, **__: jspec.Tuning(best, 1.5, 1.0, (1.0,), (1.2,)))
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
@@ -220,7 +220,7 @@ def test_auto_says_what_it_found(run, sources, monkeypatch, best, said):
     assert "auto" not in run(*command)[2]
 
 
-def test_tune_says_what_to_do(run, sources):
+def test_tune_command_prints_recommendation(run, sources):
     command = "tune", *sources, "--prompt", "in a", "-n", 24, "--max-draft-tokens", 1, "--max-nodes", 2
     code, out, error = run(*command, "--batch", 2, "--temperature", 0, "--json")
     assert (code, error) == (0, "")
@@ -236,7 +236,7 @@ def test_tune_says_what_to_do(run, sources):
     )
 
 
-def test_convert_is_that_of_the_module(run, sources, tmp_path):
+def test_convert_command_matches_module(run, sources, tmp_path):
     command = "convert", sources[0], tmp_path / "out\udcff", "--to", "hf"  # an undecodable name works
     code, out, error = run(*command)
     assert (code, error) == (0, "") and re.search(r"/out\\udcff: \d+ arrays, float32", out)
@@ -247,7 +247,7 @@ def test_convert_is_that_of_the_module(run, sources, tmp_path):
     assert [*module.Dtype] == [*dtypes.BY_NAME]
 
 
-def test_end_of_text_is_the_models(generate, sources, tmp_path):
+def test_eos_comes_from_model_config(generate, sources, tmp_path):
     """A model whose config names another EOS token stops there, with the same output before it."""
     whole = generate(PROMPTS[0], "--temperature", 0, "--plain")[0]["tokens"]
     end = whole[4]
@@ -257,7 +257,7 @@ def test_end_of_text_is_the_models(generate, sources, tmp_path):
     assert line["tokens"] == whole[: whole.index(end) + 1] and line["finish_reason"] == "eos"
 
 
-def test_colour_only_on_a_terminal(run, sources, monkeypatch):
+def test_colour_is_used_only_on_terminal(run, sources, monkeypatch):
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "--max-new-tokens", 24
     code, out, error = run(*command)
     assert code == 0 and "\x1b" not in out + error and out.startswith("the thing")
@@ -271,7 +271,7 @@ def test_colour_only_on_a_terminal(run, sources, monkeypatch):
 
 
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1", "TERM": "xterm"}, {"TERM": "dumb"}])
-def test_marks_where_there_are_no_colours(run, sources, monkeypatch, variables):
+def test_marks_replace_colours_without_colour_support(run, sources, monkeypatch, variables):
     command = "generate", "the thing", "--target", sources[0], "--draft", sources[1], "-n", 60, "--seed", 1
     without = run(*command)[1]
     for name, value in ({"FORCE_COLOR": "1"} | variables).items():
@@ -287,7 +287,7 @@ def _printed(text):
     return [letter for letter in text if letter.isprintable() and letter != "\ufffd"]
 
 
-def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
+def test_status_line_shows_progress_and_disappears(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     log = logging.getLogger("jspec.tuning.tune_chain")
@@ -301,7 +301,7 @@ def test_one_line_says_what_is_done_and_goes(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_warnings_stay(monkeypatch, capsys, terminal):
+def test_warnings_are_printed_in_full(monkeypatch, capsys, terminal):
     """Warnings are printed in full, without line breaks, in the words of the log."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")

@@ -40,7 +40,7 @@ COMMANDS = {
 }
 
 
-def test_every_command_is_here():
+def test_every_command_is_covered():
     assert {command.callback.__name__ for command in app.app.registered_commands} == set(COMMANDS)
 
 
@@ -57,14 +57,14 @@ def test_every_command_uses_the_cache(tmp_path, command):
     assert said in done.stderr and ("STATUS 0" in done.stdout) == (not said), done.stderr
 
 
-def test_a_folder_of_ones_own_is_left_alone(tmp_path, monkeypatch):
+def test_user_chosen_cache_folder_is_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE", raising=False)
     shared.prepare_environment()
     assert "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ and not any(tmp_path.iterdir())
 
 
-def test_the_folder_stays_bounded(tmp_path):
+def test_cache_folder_stays_bounded(tmp_path):
     """The least recently used programs are deleted, even if an earlier version or a kill left no times of use."""
     folder = tmp_path / "jspec" / "xla"
     folder.mkdir(parents=True)

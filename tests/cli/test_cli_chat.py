@@ -36,7 +36,7 @@ def generate(run, chatty):
     return command
 
 
-def test_each_prompt_is_a_message(generate, chatty):
+def test_each_prompt_is_a_chat_message(generate, chatty):
     (hello, other), error = generate("--chat", "Hello", "in a", "--draft", "none")
     assert error == "" and hello["prompt"] == HELLO and other["prompt"] == [{"role": "user", "content": "in a"}]
     model, tokenizer = jspec.load(chatty), text_pair.tokenizer()
@@ -46,13 +46,13 @@ def test_each_prompt_is_a_message(generate, chatty):
     assert hello["tokens"] == done.tokens
 
 
-def test_the_hint_stands_where_a_chat_model_continues_texts(generate, run, sources):
+def test_hint_suggests_chat_option_for_chat_models(generate, run, sources):
     assert "add --chat to get an answer" in generate("Hello", "--plain")[1]
     code, _, error = run("generate", "Hello", "--target", sources[0], "--plain", "-n", 2, "--json")
     assert (code, error) == (0, "")
 
 
-def test_a_system_message_comes_first(generate, tmp_path):
+def test_system_message_comes_first(generate, tmp_path):
     system = {"role": "system", "content": "Be brief."}
     (tmp_path / "prompts").write_text(json.dumps({"messages": HELLO}) + "\n\n" + json.dumps({"prompt": "in a"}) + "\n")
     lines, error = generate("--chat", "--system", "Be brief.", "--file", tmp_path / "prompts", "--plain")
@@ -60,7 +60,7 @@ def test_a_system_message_comes_first(generate, tmp_path):
     assert error == "" and lines[0]["tokens"] == generate("--chat", "--system", "Be brief.", "Hello")[0][0]["tokens"]
 
 
-def test_a_file_of_texts_and_conversations(generate, tmp_path):
+def test_prompt_file_may_mix_texts_and_conversations(generate, tmp_path):
     (tmp_path / "prompts").write_text(json.dumps({"prompt": "in a"}) + "\n" + json.dumps({"messages": HELLO}))
     (text, chat), error = generate("--file", tmp_path / "prompts")
     assert (text["prompt"], chat["prompt"], error) == ("in a", HELLO, "")
@@ -69,7 +69,7 @@ def test_a_file_of_texts_and_conversations(generate, tmp_path):
 
 
 @pytest.mark.parametrize("draft", [[], ["lookup"], ["DRAFT"], ["lookup+DRAFT"], ["none"]])
-def test_greedy_text_is_the_same_whatever_drafts(generate, sources, draft):
+def test_greedy_text_is_same_with_every_drafter(generate, sources, draft):
     prompt = "in a thing, in a thing, in a"
     draft = [name.replace("DRAFT", str(sources[1])) for name in draft]
     ((line,), _) = generate(prompt, *(("--draft", *draft) if draft else ()))
@@ -78,7 +78,7 @@ def test_greedy_text_is_the_same_whatever_drafts(generate, sources, draft):
     assert (line["stats"]["drafted"] > 0) == (draft != ["none"])
 
 
-def test_an_exit_drafts(run, tmp_path):
+def test_early_exit_option_drafts(run, tmp_path):
     folder = text_pair.write(tmp_path / "two", num_hidden_layers=2)
     command = "generate", "in a", "--target", folder, "-n", 12, "--temperature", 0, "--json"
     plain, early = (json.loads(run(*command, "--draft", draft)[1]) for draft in ("none", "exit:1"))
@@ -88,7 +88,7 @@ def test_an_exit_drafts(run, tmp_path):
         assert (code, out) == (2, "") and f"--draft {draft} leaves out none of the target's 2 layers" in error
 
 
-def test_tune_finds_an_exit(run, tmp_path, monkeypatch):
+def test_tune_command_finds_early_exit(run, tmp_path, monkeypatch):
     folder = str(text_pair.write(tmp_path / "two", num_hidden_layers=2))
     calls, best = [], jspec.EarlyExitDrafter(2, (0,))
     monkeypatch.setattr(jspec, "best_exit", lambda target, *_, **options: calls.append(options) or best, raising=False)
@@ -105,7 +105,7 @@ def test_tune_finds_an_exit(run, tmp_path, monkeypatch):
     assert Sources(folder, "exit:2-0").load()[1] == best and exit_name(jspec.EarlyExitDrafter(1)) == "exit:1"
 
 
-def test_answers_are_printed_alone_and_stop(run, chatty, generate):
+def test_answers_are_printed_without_prompt_and_stop(run, chatty, generate):
     ((whole,), _) = generate("--chat", "Hello", "--plain")
     command = "generate", "--target", chatty, "--temperature", 0, "-n", 12, "--chat", "Hello", "--plain"
     code, out, error = run(*command)
@@ -137,7 +137,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_not_as_it_should_be(run, chatty, tmp_path, monkeypatch, case):
+def test_invalid_prompt_file_is_rejected(run, chatty, tmp_path, monkeypatch, case):
     content, phrase = FILES[case]
     (tmp_path / "prompts.jsonl").write_bytes(content)
     monkeypatch.setattr(jspec.cli.generate, "status_line", lambda: pytest.fail("it went on"))

@@ -115,7 +115,7 @@ def answer(message):
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 4094, 4095, 4096, 4097, 6000, 100_000])
-def test_a_line_is_whole(terminal, count):
+def test_long_line_is_read_whole(terminal, count):
     message = ("abcdefghij klm" * count)[: count - 1] + "z"
     terminal.type(f"{message}\n")
     terminal.until(lambda: terminal.said)
@@ -123,28 +123,28 @@ def test_a_line_is_whole(terminal, count):
 
 
 @pytest.mark.parametrize("count", [2047, 2048, 5000])
-def test_characters_of_many_bytes(terminal, count):
+def test_multibyte_characters_are_read_whole(terminal, count):
     message = "ü漢😀" * count
     terminal.type(f"{message}\n")
     terminal.until(lambda: terminal.said)
     assert terminal.said == [answer(message)]
 
 
-def test_lines_that_come_during_an_answer_are_whole(terminal):
+def test_lines_typed_during_answer_are_read_whole(terminal):
     messages = ["a" * 6000, "b" * 5000, "", "c" * 4096]
     threading.Thread(target=terminal.type, args=("".join(f"{message}\n" for message in messages),), daemon=True).start()
     terminal.until(lambda: len(terminal.said) == 3)
     assert terminal.said == [answer(message) for message in messages if message]
 
 
-def test_what_is_pasted_as_one_is_one_message(terminal):
+def test_pasted_lines_form_one_message(terminal):
     """Terminals mark pasted text, so its line ends are part of the message."""
     terminal.type("\x1b[200~one\ntwo\x1b[201~\n")
     terminal.until(lambda: terminal.said)
     assert terminal.said[0].startswith("GOT 7 one")
 
 
-def test_lines_can_be_edited_and_come_back(terminal):
+def test_lines_can_be_edited_and_recalled(terminal):
     terminal.type("wrong\x15right\x7f\x7fht\n")  # Ctrl-U, backspace
     terminal.until(lambda: len(terminal.said) == 1)
     terminal.type("\x1b[A!\n")  # the previous line
@@ -153,7 +153,7 @@ def test_lines_can_be_edited_and_come_back(terminal):
 
 
 @pytest.mark.parametrize("end", ["Ctrl-D", "Ctrl-C"])
-def test_the_terminal_is_left_as_it_was(terminal, end):
+def test_terminal_is_restored(terminal, end):
     terminal.type("a\n")
     terminal.until(lambda: terminal.said and terminal.shown.count(b"> ") >= 2)
     time.sleep(0.5)
@@ -162,7 +162,7 @@ def test_the_terminal_is_left_as_it_was(terminal, end):
     assert termios.tcgetattr(terminal.ours) == terminal.before
 
 
-def test_where_lines_cannot_be_edited_a_cut_is_an_error(monkeypatch):
+def test_truncated_line_is_an_error_without_line_editing(monkeypatch):
     monkeypatch.setattr(lines, "_edits", lambda: False)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for count, is_cut in ((4094, False), (4095, True)):

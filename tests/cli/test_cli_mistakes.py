@@ -93,7 +93,7 @@ TUNE_MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", TUNE_MISTAKES)
-def test_mistakes_with_tune_too(mistake, run, sources):
+def test_tune_mistakes_end_in_one_sentence(mistake, run, sources):
     arguments, expected_code, phrase = TUNE_MISTAKES[mistake]
     folders = dict(zip(("TARGET", "DRAFT"), sources, strict=True))
     code, out, error = run("tune", *(folders.get(argument, argument) for argument in arguments))
@@ -122,18 +122,18 @@ def test_mistakes_end_in_one_sentence(mistake, run, sources, tmp_path):
 @pytest.mark.parametrize(
     ("stdin", "said"), [(b"", "Standard input is empty"), (b"a\xff", "Standard input is not UTF-8 text (byte 2)")]
 )
-def test_what_is_no_standard_input(run, monkeypatch, stdin, said):
+def test_invalid_standard_input_is_rejected(run, monkeypatch, stdin, said):
     monkeypatch.setattr(cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run("generate", stdin=stdin)
     assert (code, out) == (2, "") and error.startswith(f"jspec: {said}") and error.count("\n") == 1
 
 
-def test_prompts_are_read_before_models(run, sources, monkeypatch):
+def test_prompts_are_validated_before_loading_models(run, sources, monkeypatch):
     monkeypatch.setattr(cli.model_args.Sources, "load", lambda *_: pytest.fail("models were loaded"))
     assert "The prompt is empty" in run("generate", "", "--target", sources[0], "--draft", sources[1])[2]
 
 
-def test_an_empty_prompt_of_the_bundled_pair_loads_nothing(run, monkeypatch):
+def test_empty_prompt_does_not_load_bundled_pair(run, monkeypatch):
     monkeypatch.setattr(cli.generate, "status_line", lambda: pytest.fail("it went on"))
     code, out, error = run("generate", "")
     assert (code, out) == (2, "") and error.startswith("jspec: PROMPT is empty; add")
@@ -145,7 +145,7 @@ def test_bugs_keep_their_traceback(run, monkeypatch):
         cli.main(["generate", "x"])
 
 
-def test_a_text_that_is_too_long_is_refused_before_it_is_compiled(run, sources, monkeypatch):
+def test_too_long_request_is_rejected_before_compiling(run, sources, monkeypatch):
     monkeypatch.setattr("jspec.generation.complete.Task.decode", lambda *_, **__: pytest.fail("it went on"))
     target, draft = sources
     for drafting in (["--plain"], ["--draft", draft], ["--draft", "lookup"]):

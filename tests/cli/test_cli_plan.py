@@ -40,7 +40,7 @@ def large(folders):
     return folders
 
 
-def test_a_plan_is_two_tables_and_a_sentence(run, folders):
+def test_plan_prints_tables_and_recommendation(run, folders):
     code, out, error = run("plan", *large(folders), "--device", "t4")
     assert (code, error) == (0, "")
     lines = [line.split() for line in out.splitlines()]
@@ -75,20 +75,20 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_the_last_line_says_what_to_do(run, folders, name):
+def test_last_line_is_recommendation(run, folders, name):
     options, sentence = SENTENCES[name]
     code, out, _ = run("plan", *large(folders), "--device", "t4", *options)
     assert code == 0 and re.fullmatch(sentence if sentence.startswith(".*") else f"{sentence}.*", out.splitlines()[-1])
     assert ("assumed to be accepted" in out) == ("--quantize" not in options)
 
 
-def test_what_jax_leaves_is_said(run, folders):
+def test_plan_mentions_memory_left_by_jax(run, folders):
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in run("plan", *large(folders), "--device", "t4")[1]
     assert "JAX takes 75% of a GPU's memory" in run("plan", *folders, "--device", "t4", "--batch", 4)[1]
     assert "JAX takes" not in run("plan", *folders, "--device", "v5e", "--batch", 4)[1]
 
 
-def test_json_is_the_plan(run, folders):
+def test_json_output_equals_plan(run, folders):
     code, out, _ = run(
         "plan", *folders, "--device", "h100", "--batch", 2, "--length", 64, "--acceptance", 0.5, "--json"
     )
@@ -99,12 +99,12 @@ def test_json_is_the_plan(run, folders):
     assert (line["batch"], line["length"], line["acceptance"]) == (2, 64, 0.5)
 
 
-def test_the_bundled_pair_is_planned_without_models(run):
+def test_bundled_pair_is_planned_without_models(run):
     code, out, _ = run("plan", "--device", "h100")
     assert code == 0 and "use num_draft_tokens=" in out.splitlines()[-1]
 
 
-def test_what_does_not_fit(run, folders):
+def test_plan_that_does_not_fit_is_an_error(run, folders):
     command = "plan", *large(folders), "--device", "t4", "--batch", 16
     said = (
         r"does not fit: 8\.90 GB of weights, 9\.68 GB of caches and ~12\.88 GB of temporaries exceed the 15\.83 GB "
@@ -152,14 +152,14 @@ MODELS = {
 }
 
 
-def test_a_head_cannot_be_planned(run, folders, tmp_path):
+def test_head_cannot_be_planned(run, folders, tmp_path):
     head = jspec.EagleDrafter(eagle_heads.eagle(toys.tiny_llama(0, 2))).save(tmp_path / "head")
     code, _, error = run("plan", folders[0], head)
     assert code == 2 and "is not a model, and jspec plan supports only models" in error
 
 
 @pytest.mark.parametrize("mistake", MODELS)
-def test_models_that_cannot_be_planned(mistake, run, folders):
+def test_unplannable_models_are_rejected(mistake, run, folders):
     models, expected_code, phrase = MODELS[mistake]
     write(folders[1], vocab_size=99)
     names = dict(zip(("TARGET", "DRAFT"), folders, strict=True))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("kind", by_default((*KINDS, "several"), ("eagle",)))
-def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
+def test_trained_drafter_is_saved_and_used(run, sources, tmp_path, kind):
     folder, data = tmp_path / "run", chats(tmp_path / "chats.txt")
     options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2]
     options += ["--step-tokens", 512, "--length", 64, "--draft-vocab", 100]
@@ -56,14 +56,14 @@ def test_a_drafter_is_trained_and_used(run, sources, tmp_path, kind):
         assert code == 1 and "was started with seed=0, but now it is 1" in err
 
 
-def test_a_drafter_that_no_training_made(run, sources, tmp_path):
+def test_drafter_folder_without_run_is_rejected(run, sources, tmp_path):
     (tmp_path / "run" / "drafter").mkdir(parents=True)
     code, _, err = run("train", sources[0], "--output", tmp_path / "run")
     assert code == 2 and "already exists, without the run that made it" in err
 
 
 @pytest.mark.parametrize("generation", [1, 3])
-def test_a_published_head_goes_on(run, sources, tmp_path, generation):
+def test_training_continues_published_head(run, sources, tmp_path, generation):
     """A published head keeps the layout of its generation and its own output head, if it has one."""
     target, first, data = jspec.load(sources[0]), tmp_path / "first", chats(tmp_path / "chats.txt")
     details = {} if generation == 1 else {"own_head": True, "draft_vocab_size": 50, "features": (1,)}
@@ -83,7 +83,7 @@ def test_a_published_head_goes_on(run, sources, tmp_path, generation):
     assert code and "start is of type EagleDrafter, but kind is 'medusa'; use kind='eagle'" in err
 
 
-def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
+def test_head_keeps_layout_if_layout_can_express_it(sources, tmp_path):
     """`norm_before_residual` in a plain layout is read, but other programs that read this layout do not know it."""
     target = jspec.load(sources[0])
     jspec.EagleDrafter(eagle_heads.eagle(target, features=(1,))).save(tmp_path / "head", format="sglang")
@@ -96,7 +96,7 @@ def test_a_head_keeps_its_layout_where_that_can_say_it(sources, tmp_path):
         how_saved(jspec.EagleDrafter(eagle_heads.eagle(target, features=(2, 1))), "")
 
 
-def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
+def test_medusa_heads_draft_from_their_folder(run, sources, tmp_path):
     target = jspec.load(sources[0])
     path = jspec.MedusaDrafter.untrained(target, 2, rngs=nnx.Rngs(0)).save(tmp_path / "heads")
     asked = ["generate", "the cat", "--target", sources[0], "--draft", path, "--max-new-tokens", 8]
@@ -116,13 +116,13 @@ def test_heads_of_medusa_draft_by_their_folder(run, sources, tmp_path):
         ([], "The target has no chat template"),
     ],
 )
-def test_mistakes(run, sources, tmp_path, options, message):
+def test_mistakes_are_reported_before_output_is_created(run, sources, tmp_path, options, message):
     code, _, err = run("train", sources[0], "--output", tmp_path / "run", "--length", 64, *options)
     assert code in (1, 2) and message in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
 
 
-def test_the_commands_recipe_is_that_of_the_function():
+def test_train_command_defaults_equal_function_defaults():
     """Defaults are defined twice, because the command line is parsed before jax is imported."""
     asked = inspect.signature(train).parameters
     for field in dataclasses.fields(Recipe):

