@@ -64,7 +64,7 @@ def transformers_params(folder, raw):
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", BESIDE)
-def test_files_beside_the_weights_are_not_read(tmp_path, name, shards):
+def test_extra_files_are_not_read(tmp_path, name, shards):
     folder = make(tmp_path / "hf", shards=shards)
     BESIDE[name](folder)
     params = convert.load(folder).params
@@ -73,7 +73,7 @@ def test_files_beside_the_weights_are_not_read(tmp_path, name, shards):
     assert_same(convert.load(convert.save_hf(convert.load(folder), tmp_path / "back")).params, params)
 
 
-def test_one_file_comes_before_an_index(tmp_path):
+def test_single_file_takes_precedence_over_index(tmp_path):
     """A directory with two whole models loads `model.safetensors`, as in transformers, even if the index is damaged."""
     folder = make(tmp_path / "hf", shards=3)
     make(folder, seed=5)
@@ -85,7 +85,7 @@ def test_one_file_comes_before_an_index(tmp_path):
     assert_same(convert.load(folder).params, expected)
 
 
-def test_a_config_may_not_name_other_weights(tmp_path):
+def test_config_naming_other_weights_is_rejected(tmp_path):
     """A config that names other weights is rejected; transformers loads them instead of `model.safetensors`."""
     folder = make(tmp_path / "hf")
     make(tmp_path / "other", seed=5)
@@ -113,7 +113,7 @@ def test_a_config_may_not_name_other_weights(tmp_path):
         ),
     ],
 )
-def test_what_is_not_read_is_logged_once(tmp_path, caplog, extra, level, phrase):
+def test_ignored_files_are_logged_once(tmp_path, caplog, extra, level, phrase):
     folder = make(tmp_path / "hf", shards=3)
     copied(extra)(folder)
     with caplog.at_level(logging.INFO, "jspec"):
@@ -123,13 +123,13 @@ def test_what_is_not_read_is_logged_once(tmp_path, caplog, extra, level, phrase)
     assert record.levelno == level and phrase in record.getMessage()
 
 
-def test_a_checkpoint_alone_logs_nothing(tmp_path, caplog):
+def test_plain_checkpoint_logs_nothing(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "jspec"):
         convert.load(make(tmp_path / "hf", shards=3))
     assert not caplog.records
 
 
-def test_a_head_beside_shards_does_not_make_the_model_a_head(tmp_path):
+def test_head_file_with_shards_does_not_make_model_a_head(tmp_path):
     folder = make(tmp_path / "hf", shards=3)
     save_file({"fc.weight": np.zeros((2, 2), np.float32)}, folder / "eagle.safetensors")
     assert head_files.kind_of(folder) is None
@@ -137,7 +137,7 @@ def test_a_head_beside_shards_does_not_make_the_model_a_head(tmp_path):
     assert head_files.kind_of(tmp_path) == "eagle"
 
 
-def test_the_config_of_an_adapter_is_not_carried_along(tmp_path):
+def test_adapter_config_is_not_copied(tmp_path):
     folder = make(tmp_path / "hf")
     (folder / "adapter_config.json").write_text("{}")
     assert not (convert.save(convert.load(folder), tmp_path / "store") / "adapter_config.json").exists()
@@ -169,7 +169,7 @@ CHANGES = [*map(head_in, ("float32", "float16", "bfloat16")), *map(embedding_in,
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, change):
+def test_tied_head_is_embedding_in_any_stored_dtype(tmp_path, change):
     """The head may be a rounded copy of the embedding or the reverse; `save_hf` omits such a copy."""
     folder = make(tmp_path / "hf", **TIED)
     change(folder)
@@ -200,7 +200,7 @@ def test_a_tied_head_is_the_embedding_in_whatever_dtype_it_is_stored(tmp_path, c
     ],
     ids=["a rounded head", "a rounded embedding", "a copy", "a copy without rounding"],
 )
-def test_a_tied_head_that_is_equal_but_for_rounding_is_ignored_with_a_warning(tmp_path, caplog, change, is_rounded):
+def test_rounded_tied_head_is_ignored_with_warning(tmp_path, caplog, change, is_rounded):
     """Such a head is ignored with a warning, because transformers computes with both arrays in float32."""
     folder = make(tmp_path / "hf", **TIED)
     change(folder)
@@ -210,13 +210,13 @@ def test_a_tied_head_that_is_equal_but_for_rounding_is_ignored_with_a_warning(tm
     assert len(said) == is_rounded and all("set tie_word_embeddings to false to read both" in one for one in said)
 
 
-def test_the_dtype_of_a_tied_head_is_not_asked_for(tmp_path):
+def test_dtype_of_tied_head_is_ignored(tmp_path):
     folder = make(tmp_path / "hf", **TIED)
     head_in("float16")(folder)
     assert {array.dtype for array in convert.load(folder).params.values()} == {np.dtype(np.float32)}
 
 
-def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path):
+def test_tied_head_without_embedding_becomes_embedding(tmp_path):
     folder = make(tmp_path / "hf", **TIED)
     edit_tensors(SINGLE, without_embedding)(folder)
     params = convert.load(folder).params
@@ -234,7 +234,7 @@ def test_a_tied_head_that_is_stored_alone_is_the_embedding(tmp_path):
     ],
     ids=["a head", "old tables"],
 )
-def test_an_index_may_name_what_no_shard_needs_to_hold(tmp_path, names):
+def test_index_may_name_optional_tensors_that_no_shard_holds(tmp_path, names):
     folder = make(tmp_path / "hf", shards=3, **TIED)
     edit_json(INDEX, lambda index: index["weight_map"].update(dict.fromkeys(names, SHARD)))(folder)
     params = convert.load(folder).params
@@ -243,14 +243,14 @@ def test_an_index_may_name_what_no_shard_needs_to_hold(tmp_path, names):
     assert_same(convert.load(convert.save_hf(convert.load(folder), tmp_path / "back")).params, params)
 
 
-def test_a_shard_may_hold_a_tied_head_that_the_index_does_not_name(tmp_path):
+def test_shard_may_hold_tied_head_missing_from_index(tmp_path):
     folder = make(tmp_path / "hf", shards=3, **TIED)
     edit_tensors(SHARD, lambda weights: weights.update({HEAD: weights[EMBEDDING]}))(folder)
     assert convert.load(folder).params
 
 
 @pytest.mark.parametrize("name", ["model.layers.2.self_attn.rotary_emb.inv_freq", "model.layers.0.mlp.up_proj.scale"])
-def test_an_index_may_not_name_anything_else_in_vain(tmp_path, name):
+def test_index_naming_missing_tensor_is_rejected(tmp_path, name):
     folder = make(tmp_path / "hf", shards=3, **TIED)
     edit_json(INDEX, lambda index: index["weight_map"].update({name: SHARD}))(folder)
     with pytest.raises(CheckpointError, match=f"disagree about {name}"):

@@ -16,7 +16,7 @@ def _without(section: dict, *keys: str) -> dict:
     return {key: value for key, value in section.items() if key not in keys}
 
 
-def test_a_plain_config():
+def test_plain_config_is_parsed():
     assert parse_config(raw_config()) == LlamaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -36,7 +36,7 @@ def test_a_plain_config():
     )
 
 
-def test_configs_are_static_under_jit():
+def test_configs_are_hashable_and_frozen():
     config = parse_config(raw_config())
     assert hash(config) == hash(parse_config(raw_config()))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -44,7 +44,7 @@ def test_configs_are_static_under_jit():
 
 
 @pytest.mark.parametrize("value", [None, ...])
-def test_what_old_configs_leave_out(value):
+def test_missing_fields_of_old_configs_have_defaults(value):
     keys = ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "pretraining_tp", "hidden_act")
     keys += ("rope_parameters", "tie_word_embeddings", "architectures", "bos_token_id", "eos_token_id")
     config = parse_config(raw_config(**dict.fromkeys(keys, value)))
@@ -54,7 +54,7 @@ def test_what_old_configs_leave_out(value):
 
 
 @pytest.mark.parametrize(("value", "ids"), [(7, (7,)), ([7], (7,)), ([7, 9], (7, 9)), ([], ()), (0, (0,))])
-def test_eos(value, ids):
+def test_eos_token_id_is_parsed(value, ids):
     assert parse_config(raw_config(eos_token_id=value)).eos_token_ids == ids
 
 
@@ -62,7 +62,7 @@ def test_eos(value, ids):
     ("generation", "ids"),
     [({"eos_token_id": [2, 7]}, (2, 7)), ({"eos_token_id": 7}, (2, 7)), ({"eos_token_id": None}, (2,)), ({}, (2,))],
 )
-def test_ends_that_only_generation_config_names(tmp_path, generation, ids):
+def test_eos_ids_from_generation_config_are_added(tmp_path, generation, ids):
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert convert.read_config(tmp_path).eos_token_ids == ids
@@ -71,7 +71,7 @@ def test_ends_that_only_generation_config_names(tmp_path, generation, ids):
 @pytest.mark.parametrize(
     ("content", "phrase"), [('{"eos_token_id": "7"}', "eos_token_id is '7'"), ("[7]", "holds a JSON list")]
 )
-def test_a_damaged_generation_config_is_refused(tmp_path, content, phrase):
+def test_damaged_generation_config_is_rejected(tmp_path, content, phrase):
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=f"generation_config.json.* {phrase}"):
@@ -126,7 +126,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_spellings(name):
+def test_rope_spellings_are_parsed(name):
     changes, expected = ROPES[name]
     assert parse_config(raw_config(**changes)).rope == expected
 
@@ -206,7 +206,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_config_is_rejected(name):
     changes, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message) as error:
         parse_config(raw_config(**changes))
@@ -220,5 +220,5 @@ def test_read_config_names_the_file(tmp_path):
         convert.read_config(tmp_path)
 
 
-def test_the_error_is_a_value_error():
+def test_checkpoint_error_is_a_value_error():
     assert issubclass(CheckpointError, ValueError)

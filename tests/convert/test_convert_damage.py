@@ -54,7 +54,7 @@ def check_refused(base: Path, target: Path, damage: Damage, message: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_damage_is_refused(bases, tmp_path, name):
+def test_damage_is_rejected(bases, tmp_path, name):
     base, damage, message = CASES[name]
     check_refused(bases[base], tmp_path / "damaged", damage, message)
     assert not (tmp_path / "opened").exists()
@@ -74,7 +74,7 @@ def _flips(store: Path) -> list[tuple[Path, int]]:
     return chosen + [(largest.relative_to(store), int(bit)) for bit in bits]
 
 
-def test_flipped_bits_in_a_store_are_refused(bases, tmp_path):
+def test_flipped_bits_in_store_are_rejected(bases, tmp_path):
     shutil.copytree(bases["store"], tmp_path / "store")
     flips = _flips(tmp_path / "store")
     assert len(flips) >= 75
@@ -92,7 +92,7 @@ def test_flipped_bits_in_a_store_are_refused(bases, tmp_path):
     assert convert.load(tmp_path / "store").params
 
 
-def test_every_bit_of_the_manifest_counts(bases):
+def test_every_bit_of_manifest_matters(bases):
     """Any flipped bit of the manifest is detected; all bits are tried because only its strict format protects it."""
     good = (bases["store"] / "MANIFEST.sha256").read_bytes()
     expected = manifest._parse(good)
@@ -123,7 +123,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_places_that_are_no_checkpoint(tmp_path, name):
+def test_invalid_paths_are_rejected(tmp_path, name):
     place, message = PLACES[name]
     write(tmp_path / "base", raw_config(), tensors(raw_config()))
     (tmp_path / "link").symlink_to("nowhere")
@@ -131,7 +131,7 @@ def test_places_that_are_no_checkpoint(tmp_path, name):
         convert.load(place.format(tmp=tmp_path))
 
 
-def test_summary(capsys):
+def test_no_damaged_checkpoint_loaded_silently(capsys):
     """No damaged checkpoint loads silently; this test runs last and prints the count."""
     with capsys.disabled():
         print(f"\ndamaged checkpoints: {len(OUTCOMES)} cases, silent loads {OUTCOMES.count(False)}")

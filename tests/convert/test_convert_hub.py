@@ -41,7 +41,7 @@ def http_error(kind: type[errors.HfHubHTTPError], status: int) -> Exception:
     return kind(f"{status} error", response=httpx2.Response(status, request=request))
 
 
-def test_a_hub_id_is_downloaded(hub, tmp_path):
+def test_hub_id_is_downloaded(hub, tmp_path):
     hub.answer = make(tmp_path / "snapshot")
     loaded = convert.load("org/model-1.0", revision="v2")
     assert loaded.directory == hub.answer
@@ -49,7 +49,7 @@ def test_a_hub_id_is_downloaded(hub, tmp_path):
     assert convert.resolve("org/model-1.0") == hub.answer
 
 
-def test_only_what_is_needed_is_downloaded(hub, tmp_path):
+def test_only_needed_files_are_downloaded(hub, tmp_path):
     hub.answer = tmp_path
     convert.resolve("org/model")
     wanted = [
@@ -73,7 +73,7 @@ def test_only_what_is_needed_is_downloaded(hub, tmp_path):
     assert list(filter_repo_objects(wanted + unwanted, **patterns)) == wanted
 
 
-def test_a_directory_comes_before_the_hub(hub, tmp_path, monkeypatch):
+def test_directory_takes_precedence_over_hub(hub, tmp_path, monkeypatch):
     make(tmp_path / "org" / "model")
     monkeypatch.chdir(tmp_path)
     assert convert.resolve("org/model") == Path("org/model")
@@ -83,19 +83,19 @@ def test_a_directory_comes_before_the_hub(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "source", ["llama", "a/b/c", "/org/model", "./org/model", "../model", "~/model", "org/", "org/my model"]
 )
-def test_what_cannot_be_a_hub_id_is_not_asked_for(hub, source):
+def test_invalid_hub_id_is_not_requested(hub, source):
     with pytest.raises(CheckpointError, match="repo ids have the form"):
         convert.resolve(source)
     assert hub.call is None
 
 
-def test_a_path_object_is_never_a_hub_id(hub):
+def test_path_object_is_never_a_hub_id(hub):
     with pytest.raises(CheckpointError, match="repo ids have the form"):
         convert.resolve(Path("org/model"))
     assert hub.call is None
 
 
-def test_a_directory_has_no_revision(tmp_path):
+def test_revision_of_directory_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="only Hugging Face repo ids have revisions"):
         convert.load(make(tmp_path / "hf"), revision="main")
 
@@ -136,19 +136,19 @@ def offline_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "models--org--model"
 
 
-def test_offline_with_the_real_client_and_nothing_cached(offline_cache):
+def test_offline_client_with_empty_cache_is_an_error(offline_cache):
     with pytest.raises(CheckpointError, match="hub cannot be reached; unset HF_HUB_OFFLINE or pass"):
         convert.load("org/model")
 
 
-def test_offline_with_the_real_client_and_a_cached_model(offline_cache):
+def test_offline_client_uses_cached_model(offline_cache):
     make(offline_cache / "snapshots" / COMMIT)
     (offline_cache / "refs").mkdir()
     (offline_cache / "refs" / "main").write_text(COMMIT)
     assert convert.load("org/model").directory.name == COMMIT
 
 
-def test_a_snapshot_without_weights(hub, tmp_path):
+def test_snapshot_without_weights_is_rejected(hub, tmp_path):
     """A repository that has only pickles is downloaded as a directory of JSON files, which is rejected."""
     hub.answer = make(tmp_path / "snapshot")
     (hub.answer / "model.safetensors").unlink()
@@ -156,7 +156,7 @@ def test_a_snapshot_without_weights(hub, tmp_path):
         convert.load("org/model")
 
 
-def test_of_a_model_that_is_only_planned_the_configuration_is_downloaded(hub, tmp_path):
+def test_planning_downloads_only_config(hub, tmp_path):
     hub.answer = tmp_path
     assert resolve_config("org/model") == tmp_path
     patterns = {key: hub.call[key] for key in ("allow_patterns", "ignore_patterns")}

@@ -112,7 +112,7 @@ INERT = {
 
 
 @pytest.mark.parametrize("name", INERT)
-def test_logits_are_those_of_transformers(name, tmp_path, quick_compile):
+def test_logits_match_transformers(name, tmp_path, quick_compile):
     folder = checkpoint(tmp_path / "hf", **INERT[name])
     model = jspec.load(folder, dtype=np.float32)
     tokens = np.random.default_rng(1).integers(0, 97, (2, 32)).astype(np.int32)
@@ -136,19 +136,19 @@ WARNINGS = {
 
 
 @pytest.mark.parametrize("name", WARNINGS)
-def test_what_other_programs_may_read_is_a_warning(name):
+def test_fields_other_programs_may_read_cause_warning(name):
     case, message = WARNINGS[name]
     (warning,) = notes.warnings(raw_config(**INERT[case]))
     assert re.search(message, warning)
 
 
-def test_nothing_else_is():
+def test_other_inert_fields_cause_no_warning():
     ambiguous = {case for case, _ in WARNINGS.values()} | {"yarn, mscale_all_dim 0"}
     for name in INERT.keys() - ambiguous:
         assert not list(notes.warnings(raw_config(**INERT[name]))), name
 
 
-def test_the_advice_on_attn_factor_is_what_it_says():
+def test_advised_attention_factor_removes_warning():
     """The advised value is the product of both factors, as in vLLM; setting it removes the warning."""
     product = 0.8 * parse_config(raw_config(**yarn())).rope.attention_factor
     (warning,) = notes.warnings(raw_config(**yarn(attn_factor=0.8)))
@@ -158,7 +158,7 @@ def test_the_advice_on_attn_factor_is_what_it_says():
     assert parse_config(edited).rope.attention_factor == value and not list(notes.warnings(edited))
 
 
-def test_warnings_name_the_file_and_come_once(tmp_path, caplog):
+def test_warnings_name_file_and_appear_once(tmp_path, caplog):
     folder = checkpoint(tmp_path / "hf", **yarn(attn_factor=0.5, finetuned=True))
     with caplog.at_level(logging.INFO, "jspec"):
         convert.read_config(folder)

@@ -111,7 +111,7 @@ def driven(tmp_path_factory) -> tuple[Path, list[bool]]:
 
 
 @pytest.mark.parametrize("index", range(len(POINTS)), ids=lambda i: "-".join((POINTS[i][0], *POINTS[i][1][1:])))
-def test_killed_at_a_step(driven, tmp_path, index):
+def test_conversion_killed_at_a_step_leaves_nothing_loadable(driven, tmp_path, index):
     root, killed = driven
     assert killed[index]
     assert not check_remains(root, index)
@@ -130,11 +130,11 @@ def check_any_time(root: Path, killed: list[bool], first: int, capsys: pytest.Ca
     assert sum(killed) >= len(killed) // 2
 
 
-def test_killed_at_any_time(driven, capsys):
+def test_conversion_killed_at_any_time_leaves_nothing_loadable(driven, capsys):
     root, killed = driven
     check_any_time(root, killed[len(POINTS) :], len(POINTS), capsys)
 
 
 @pytest.mark.slow
-def test_killed_at_two_hundred_times(tmp_path, capsys):
+def test_conversion_killed_at_many_times_leaves_nothing_loadable(tmp_path, capsys):
     check_any_time(tmp_path, drive(tmp_path, at_any_time(200)), 0, capsys)

@@ -19,7 +19,7 @@ ROOT = Path(convert.__file__).parents[1]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_array(tmp_path, variant, shards):
+def test_every_array_is_loaded(tmp_path, variant, shards):
     raw = raw_config(**VARIANTS[variant])
     weights = tensors(raw)
     loaded = convert.load(write(tmp_path / "hf", raw, weights, shards))
@@ -30,7 +30,7 @@ def test_every_array(tmp_path, variant, shards):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_transformers_writes(tmp_path, variant):
+def test_files_written_by_transformers_are_loaded(tmp_path, variant):
     pytest.importorskip("torch")
     raw = raw_config(**VARIANTS[variant])
     model = save_torch(tmp_path / "hf", **VARIANTS[variant])
@@ -42,7 +42,7 @@ def test_what_transformers_writes(tmp_path, variant):
 
 @pytest.mark.parametrize("stored", [np.float32, BFLOAT16, np.float16])
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16", "float16"])
-def test_dtypes(tmp_path, stored, wanted):
+def test_arrays_are_cast_to_dtype(tmp_path, stored, wanted):
     raw = raw_config()
     weights = tensors(raw, stored)
     loaded = convert.load(write(tmp_path / "hf", raw, weights), dtype=wanted)
@@ -52,23 +52,23 @@ def test_dtypes(tmp_path, stored, wanted):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), ml_dtypes.bfloat16, "bfloat16"])
-def test_dtype_spellings(tmp_path, dtype):
+def test_dtype_spellings_are_accepted(tmp_path, dtype):
     loaded = convert.load(make(tmp_path / "hf"), dtype=dtype)
     assert loaded.params["norm.weight"].dtype == np.dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", np.int32, "half", object(), 3])
-def test_unsupported_dtypes(tmp_path, dtype):
+def test_unsupported_dtypes_are_rejected(tmp_path, dtype):
     with pytest.raises(CheckpointError, match="expected one of float32, bfloat16, float16"):
         convert.load(make(tmp_path / "hf"), dtype=dtype)
 
 
-def test_jax_dtypes(tmp_path):
+def test_jax_dtypes_are_accepted(tmp_path):
     jnp = pytest.importorskip("jax.numpy")
     assert convert.load(make(tmp_path / "hf"), dtype=jnp.bfloat16).params["norm.weight"].dtype == BFLOAT16
 
 
-def test_mixed_dtypes_need_a_choice(tmp_path):
+def test_mixed_dtypes_require_a_choice(tmp_path):
     raw = raw_config()
     weights = tensors(raw, BFLOAT16)
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(np.float32)
@@ -82,7 +82,7 @@ def test_mixed_dtypes_need_a_choice(tmp_path):
     )
 
 
-def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
+def test_rows_are_read_in_chunks(tmp_path, monkeypatch):
     from convert import safetensors_reader
 
     monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 300)  # a little more than two rows
@@ -92,7 +92,7 @@ def test_rows_are_read_in_pieces(tmp_path, monkeypatch):
     assert_same(loaded.params, expected_params(weights, raw))
 
 
-def test_values_too_large_for_float16(tmp_path):
+def test_values_too_large_for_float16_are_rejected(tmp_path):
     raw = raw_config()
     weights = tensors(raw)
     weights["model.layers.1.mlp.up_proj.weight"][47, 31] = 70000.0
@@ -102,14 +102,14 @@ def test_values_too_large_for_float16(tmp_path):
     assert convert.load(tmp_path / "hf", dtype="bfloat16").params["layers.1.mlp.gate_up_proj.weight"].max() > 6e4
 
 
-def test_widening_takes_values_as_they_are(tmp_path):
+def test_widening_preserves_infinity(tmp_path):
     raw = raw_config()
     weights = tensors(raw, np.float16)
     weights["model.norm.weight"][0] = np.inf
     assert np.isinf(convert.load(write(tmp_path / "hf", raw, weights), "float32").params["norm.weight"][0])
 
 
-def test_a_repeated_tied_head_is_accepted(tmp_path):
+def test_repeated_tied_head_is_accepted(tmp_path):
     raw = raw_config(tie_word_embeddings=True)
     weights = tensors(raw)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
@@ -126,13 +126,13 @@ def test_rotary_tables_are_ignored(tmp_path):
     assert_same(convert.load(write(tmp_path / "hf", raw, weights | extra)).params, expected_params(weights, raw))
 
 
-def test_pickles_beside_safetensors_are_left_alone(tmp_path):
+def test_pickles_are_ignored(tmp_path):
     make(tmp_path / "hf")
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"never read")
     assert convert.load(tmp_path / "hf").params
 
 
-def test_directories_of_links_are_read(tmp_path):
+def test_directories_of_symlinks_are_read(tmp_path):
     """A directory of links to files loads, because the hub cache contains links to blobs."""
     make(tmp_path / "blobs", shards=2)
     (tmp_path / "snapshot").mkdir()
@@ -141,13 +141,13 @@ def test_directories_of_links_are_read(tmp_path):
     assert_same(convert.load(tmp_path / "snapshot").params, convert.load(tmp_path / "blobs").params)
 
 
-def test_a_relative_path_and_a_text_path(tmp_path, monkeypatch):
+def test_relative_string_path_is_accepted(tmp_path, monkeypatch):
     make(tmp_path / "org" / "model")
     monkeypatch.chdir(tmp_path)
     assert convert.load("org/model").directory == Path("org/model")
 
 
-def test_a_load_imports_nothing_heavy(tmp_path):
+def test_load_imports_nothing_heavy(tmp_path):
     heavy = "{'torch', 'jax', 'orbax', 'huggingface_hub', 'transformers'}"
     code = f"import sys, convert; convert.load(sys.argv[1]); print({heavy} & set(sys.modules))"
     command = [sys.executable, "-c", code, str(make(tmp_path / "hf"))]
@@ -155,19 +155,19 @@ def test_a_load_imports_nothing_heavy(tmp_path):
     assert fresh.stdout.strip() == "set()"
 
 
-def test_no_source_file_names_an_unpickler():
+def test_convert_imports_no_unpickler():
     for file in Path(convert.__file__).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         assert "import pickle" not in text, file
         assert "import torch" not in text, file
 
 
-def test_public_names():
+def test_public_names_are_sorted_and_exist():
     assert convert.__all__ == sorted(convert.__all__)
     assert all(hasattr(convert, name) for name in convert.__all__)
 
 
-def test_single_file_is_what_safetensors_reads(tmp_path):
+def test_single_file_matches_safetensors_reader(tmp_path):
     """The expected values above match the file on disk, not only the arrays that were meant to be written."""
     raw = raw_config()
     make(tmp_path / "hf")

@@ -97,7 +97,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_folders_of_other_formats(tmp_path, name):
+def test_folders_of_other_formats_are_named(tmp_path, name):
     write, message = FOLDERS[name]
     write(tmp_path / "x")
     with pytest.raises(CheckpointError, match=message) as error:
@@ -105,14 +105,14 @@ def test_folders_of_other_formats(tmp_path, name):
     assert str(error.value).endswith(".") and "damaged" not in str(error.value)
 
 
-def test_commands_name_the_format_before_the_tokenizer(tmp_path, run):
+def test_unsupported_format_is_reported_before_tokenizer(tmp_path, run):
     """The error names the weights' format, because Meta's tokenizer.model cannot be read and users cannot fix that."""
     FOLDERS["Meta's download"][0](tmp_path / "x")
     code, _, error = run("generate", "a", "--target", str(tmp_path / "x"), "--draft", "none")
     assert code == 1 and "the weights in Meta's own layout" in error
 
 
-def test_meta_s_folder_below_the_hub_s_files_names_those(tmp_path):
+def test_metas_subfolder_error_names_parent_folder(tmp_path):
     make(tmp_path / "hf")
     plain("consolidated.00.pth", "params.json")(tmp_path / "hf" / "original")
     with pytest.raises(CheckpointError, match=f"name the folder above, {re.escape(str(tmp_path / 'hf'))}"):
@@ -144,20 +144,20 @@ QUANTISED = {
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_the_method_of_a_quantised_checkpoint_is_named(name):
+def test_quantisation_method_is_named(name):
     message = f"quantised with {re.escape(name)}, which are not read; choose the unquantised checkpoint"
     with pytest.raises(CheckpointError, match=message):
         parse_config(raw_config(quantization_config=QUANTISED[name]))
 
 
-def test_other_places_of_it():
+def test_other_quantisation_fields_are_rejected():
     with pytest.raises(CheckpointError, match=r"quantization is for weights quantised with MLX \(4 bits\)"):
         parse_config(raw_config(quantization={"group_size": 64, "bits": 4, "mode": "affine"}))
     with pytest.raises(CheckpointError, match="compression_config is for weights quantised with compressed-tensors"):
         parse_config(raw_config(compression_config={"format": "int-quantized"}))
 
 
-def test_the_method_comes_before_the_names_of_files(tmp_path):
+def test_quantisation_method_is_reported_before_file_names(tmp_path):
     """The error names the method, not the file, because ExLlamaV2 writes output.safetensors, which has no index."""
     folder = make(tmp_path / "x", quantization_config={"quant_method": "exl2", "bits": 4.0})
     (folder / "model.safetensors").rename(folder / "output.safetensors")
@@ -165,7 +165,7 @@ def test_the_method_comes_before_the_names_of_files(tmp_path):
         convert.load(folder)
 
 
-def test_the_advice_on_pickles_works(tmp_path):
+def test_advice_on_pickles_works(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -185,7 +185,7 @@ def test_the_advice_on_pickles_works(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["x.bin", "blob", "x.safetensors", "X.GGUF"])
-def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path, place):
+def test_gguf_file_is_recognised_by_magic_bytes(tmp_path, place):
     file = gguf_files.model(tmp_path / "x.gguf", num_hidden_layers=1)[0]
     config = convert.read_config(file)
     file.rename(tmp_path / place)
@@ -194,7 +194,7 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path, place):
         assert convert.resolve(path) == path and convert.load(path).config == config
 
 
-def test_what_is_only_called_so_is_refused_by_its_content(tmp_path):
+def test_non_gguf_content_with_gguf_suffix_is_rejected(tmp_path):
     file = tmp_path / "x.gguf"
     save_file({"a": np.zeros(3, np.float32)}, file)
     with pytest.raises(CheckpointError, match="expected a GGUF file, which begins with b'GGUF'") as error:
@@ -223,7 +223,7 @@ NOTED = (
 )
 
 
-def test_keys_that_change_nothing_are_ignored_and_noted(tmp_path, caplog):
+def test_inert_gguf_keys_are_ignored_and_logged(tmp_path, caplog):
     expected = convert.load(gguf_files.model(tmp_path / "plain.gguf", num_hidden_layers=1)[0])
     file = gguf_files.model(tmp_path / "x.gguf", KEYS, num_hidden_layers=1)[0]
     with caplog.at_level("INFO", "jspec"):
@@ -234,7 +234,7 @@ def test_keys_that_change_nothing_are_ignored_and_noted(tmp_path, caplog):
     assert caplog.messages == [f"{file}: ignoring {NOTED}, which do not change what this model computes."]
 
 
-def test_stored_frequencies_are_not_read(tmp_path):
+def test_stored_rope_frequencies_are_ignored(tmp_path):
     raw = gguf_files.RAW | {"num_hidden_layers": 1}
     arrays = gguf_files.tensors(raw, tensors(raw))
     expected = convert.load(gguf_files.write(tmp_path / "plain.gguf", gguf_files.metadata(raw), arrays)).params
@@ -244,12 +244,12 @@ def test_stored_frequencies_are_not_read(tmp_path):
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_a_window_limits_the_length_of_a_text(tmp_path):
+def test_sliding_window_limits_context_length(tmp_path):
     file = gguf_files.model(tmp_path / "x.gguf", {"llama.attention.sliding_window": 16}, num_hidden_layers=1)[0]
     assert convert.read_config(file).max_position_embeddings == 16
 
 
-def test_the_advice_on_byte_order_works(tmp_path):
+def test_advice_on_byte_order_works(tmp_path):
     file = gguf_files.model(tmp_path / "x.gguf", num_hidden_layers=1)[0]
     expected = convert.load(file).params
     program = [str(Path(sys.executable).parent / "gguf-convert-endian"), str(file)]
@@ -261,6 +261,6 @@ def test_the_advice_on_byte_order_works(tmp_path):
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_each_format_has_patterns_of_its_own():
+def test_formats_have_distinct_patterns():
     patterns = [pattern for group in other_formats._FORMATS for pattern in group]
     assert len(patterns) == len(set(patterns)) and not set(patterns) & set(other_formats.PICKLES)

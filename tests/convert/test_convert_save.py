@@ -47,7 +47,7 @@ def weight_files(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("shards", "dtype"), [(1, BFLOAT16), (3, np.float32)])
-def test_there_and_back(tmp_path, variant, shards, dtype):
+def test_round_trip_preserves_every_byte(tmp_path, variant, shards, dtype):
     source = make(tmp_path / "hf", dtype, shards, **VARIANTS[variant])
     loaded = convert.load(source)
     convert.save(loaded, tmp_path / "orbax")
@@ -64,7 +64,7 @@ def test_there_and_back(tmp_path, variant, shards, dtype):
 
 
 @pytest.mark.parametrize("via_orbax", [True, False])
-def test_a_repeated_tied_head_comes_back(tmp_path, via_orbax):
+def test_round_trip_keeps_repeated_tied_head(tmp_path, via_orbax):
     raw = raw_config(tie_word_embeddings=True)
     weights = tensors(raw)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
@@ -75,7 +75,7 @@ def test_a_repeated_tied_head_comes_back(tmp_path, via_orbax):
     assert_same_files(tmp_path / "hf", tmp_path / "back", ["model.safetensors"])
 
 
-def test_a_second_conversion_keeps_the_layout(tmp_path):
+def test_second_conversion_keeps_shard_layout(tmp_path):
     source = make(tmp_path / "hf", shards=3)
     convert.save(convert.load(source), tmp_path / "one")
     convert.save(convert.load(tmp_path / "one"), tmp_path / "two")
@@ -84,7 +84,7 @@ def test_a_second_conversion_keeps_the_layout(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_casting_from_either_side_is_the_same(tmp_path, dtype):
+def test_casting_from_source_and_store_is_equal(tmp_path, dtype):
     source = make(tmp_path / "hf")
     convert.save(convert.load(source), tmp_path / "orbax")
     direct, stored = convert.load(source, dtype), convert.load(tmp_path / "orbax", dtype)
@@ -93,7 +93,7 @@ def test_casting_from_either_side_is_the_same(tmp_path, dtype):
         assert stored.params[name].tobytes() == array.tobytes()
 
 
-def test_values_too_large_for_float16_in_a_store(tmp_path):
+def test_values_too_large_for_float16_in_store_are_rejected(tmp_path):
     raw = raw_config()
     weights = tensors(raw)
     weights["model.norm.weight"][3] = 70000.0
@@ -102,7 +102,7 @@ def test_values_too_large_for_float16_in_a_store(tmp_path):
         convert.load(tmp_path / "orbax", dtype="float16")
 
 
-def test_transformers_reads_the_way_back(tmp_path):
+def test_transformers_reads_converted_checkpoint(tmp_path):
     pytest.importorskip("torch")
     from transformers import LlamaForCausalLM
 
@@ -115,7 +115,7 @@ def test_transformers_reads_the_way_back(tmp_path):
     assert all((a == b).all() for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_odd_sizes_survive_the_chunks_of_the_store(tmp_path, monkeypatch):
+def test_odd_sizes_survive_chunking(tmp_path, monkeypatch):
     """Arrays are written in chunks that divide the rows; a prime number of rows works, too, without a good divisor."""
     from convert import store
 
@@ -134,7 +134,7 @@ def test_device_arrays_can_be_saved(tmp_path):
     assert all(stored.params[name].tobytes() == array.tobytes() for name, array in loaded.params.items())
 
 
-def test_the_manifest_is_what_sha256sum_reads(tmp_path):
+def test_manifest_is_valid_for_sha256sum(tmp_path):
     convert.save(convert.load(make(tmp_path / "hf")), tmp_path / "orbax")
     check = ["sha256sum", "--check", "--strict", "--quiet", "MANIFEST.sha256"]
     subprocess.run(check, cwd=tmp_path / "orbax", check=True)
@@ -151,7 +151,7 @@ SAVERS = [convert.save, convert.save_hf]
 
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
-def test_nothing_is_overwritten(tmp_path, saver, kind):
+def test_existing_path_is_not_overwritten(tmp_path, saver, kind):
     loaded, target = convert.load(make(tmp_path / "hf")), tmp_path / "out"
     {"directory": target.mkdir, "file": target.touch, "dangling link": lambda: target.symlink_to("nowhere")}[kind]()
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
@@ -160,13 +160,13 @@ def test_nothing_is_overwritten(tmp_path, saver, kind):
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_not_into_the_source(tmp_path, saver):
+def test_saving_into_source_is_rejected(tmp_path, saver):
     with pytest.raises(CheckpointError, match="choose a directory outside the source"):
         saver(convert.load(make(tmp_path / "hf")), tmp_path / "hf" / "out")
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_params_and_config_must_match(tmp_path, saver):
+def test_mismatched_params_and_config_are_rejected(tmp_path, saver):
     loaded = convert.load(make(tmp_path / "hf"))
     missing = {k: v for k, v in loaded.params.items() if k != "norm.weight"}
     misshapen = loaded.params | {"norm.weight": np.ones(3, np.float32)}
@@ -188,7 +188,7 @@ def test_params_and_config_must_match(tmp_path, saver):
 
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("umask", [0o022, 0o027])
-def test_the_umask_says_who_may_read(tmp_path, saver, umask):
+def test_files_respect_umask(tmp_path, saver, umask):
     loaded = convert.load(make(tmp_path / "hf", shards=2))
     before = os.umask(umask)
     try:
@@ -201,14 +201,14 @@ def test_the_umask_says_who_may_read(tmp_path, saver, umask):
 
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("limit", [10, 5000])
-def test_a_full_disk_leaves_nothing(tmp_path, saver, limit):
+def test_full_disk_leaves_no_files(tmp_path, saver, limit):
     loaded = convert.load(make(tmp_path / "hf"))
     with small_disk(limit), pytest.raises(CheckpointError, match="check the disk"):
         saver(loaded, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_what_is_written_while_it_is_deleted_is_deleted_too(tmp_path, monkeypatch):
+def test_files_written_during_deletion_are_deleted(tmp_path, monkeypatch):
     """Files written during the deletion, as by Orbax threads unaware of the full disk, are deleted too."""
     from convert import unfinished
 
@@ -226,7 +226,7 @@ def test_what_is_written_while_it_is_deleted_is_deleted_too(tmp_path, monkeypatc
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_result_appears_by_a_rename(tmp_path):
+def test_result_is_created_by_rename(tmp_path):
     """The result keeps its inode, so it was renamed; a copy would pass through half-written states."""
     from convert.destination import new_directory
 
@@ -237,14 +237,14 @@ def test_the_result_appears_by_a_rename(tmp_path):
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_an_impossible_place(tmp_path, saver):
+def test_uncreatable_directory_is_rejected(tmp_path, saver):
     loaded = convert.load(make(tmp_path / "hf"))
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=rf"^nothing can be created in {tmp_path}/file \(Not a dir"):
         saver(loaded, tmp_path / "file" / "out")
 
 
-def test_an_interrupt_cleans_up(tmp_path, monkeypatch):
+def test_interrupt_removes_partial_output(tmp_path, monkeypatch):
     from convert import saving
 
     def interrupted(*_):
@@ -260,7 +260,7 @@ def test_an_interrupt_cleans_up(tmp_path, monkeypatch):
 # ---- the command line
 
 
-def test_the_command(tmp_path):
+def test_convert_command_round_trip(tmp_path):
     source = make(tmp_path / "hf", shards=2)
     code, output = run(source, tmp_path / "deep" / "orbax", "--dtype", "bfloat16")
     assert (code, "15 arrays, bfloat16" in output) == (0, True), output
@@ -276,7 +276,7 @@ def test_the_command(tmp_path):
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in back.values())
 
 
-def test_the_command_refuses_in_one_line(tmp_path):
+def test_convert_command_reports_errors_in_one_line(tmp_path):
     code, output = run(tmp_path / "absent", tmp_path / "out")
     assert code == 1
     assert output.startswith("error: ")
@@ -286,7 +286,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
     assert run(tmp_path / "hf", tmp_path / "out", "--dtype", "int8")[0] == 2
 
 
-def test_the_module_runs(tmp_path):
+def test_convert_module_is_executable(tmp_path):
     make(tmp_path / "hf")
     environment = os.environ | {"PYTHONPATH": str(Path(convert.__file__).parents[1])}
     command = [sys.executable, "-m", "convert", "hf", "out"]  # relative paths

@@ -41,7 +41,7 @@ def same_bits(actual, expected):
     assert actual[numbers].tobytes() == expected[numbers].tobytes()
 
 
-def test_all_types_are_read_as_transformers_reads_them(mixed, report):
+def test_all_gguf_types_match_transformers(mixed, report):
     pytest.importorskip("torch")
     expected = expected_params(real.transformers_weights(mixed), RAW)
     loaded = convert.load(mixed)
@@ -52,7 +52,7 @@ def test_all_types_are_read_as_transformers_reads_them(mixed, report):
 
 
 @pytest.mark.parametrize("kind", sorted(REFUSED))
-def test_what_the_library_cannot_dequantise_is_refused_by_name(tmp_path, kind):
+def test_undequantisable_types_are_rejected_by_name(tmp_path, kind):
     array = np.zeros((2, 256), np.float32)
     data = stored(array, kind)
     with pytest.raises(NotImplementedError):
@@ -67,7 +67,7 @@ def test_what_the_library_cannot_dequantise_is_refused_by_name(tmp_path, kind):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "mha", "mqa_tied", "attention_bias", "mlp_bias"])
-def test_every_feature_comes_back_as_it_was(tmp_path, variant):
+def test_every_model_feature_is_loaded(tmp_path, variant):
     changes = checkpoints.VARIANTS[variant]
     file, weights = model(tmp_path / "x.gguf", **changes)
     loaded = convert.load(file)
@@ -78,7 +78,7 @@ def test_every_feature_comes_back_as_it_was(tmp_path, variant):
 
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16", "float16"])
-def test_dtypes(tmp_path, kind, wanted):
+def test_arrays_are_cast_to_dtype(tmp_path, kind, wanted):
     """`None` selects the dtype that all tensors share, or float32 if they differ."""
     weights = checkpoints.tensors(RAW)
     arrays = tensors(RAW, weights)
@@ -90,7 +90,7 @@ def test_dtypes(tmp_path, kind, wanted):
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0])
-def test_mixtures_become_float32(tmp_path, kind):
+def test_mixed_types_become_float32(tmp_path, kind):
     """A file of mixed types loads as float32, because norms are float32 in nearly every file."""
     weights = checkpoints.tensors(RAW)
     arrays = tensors(RAW, weights)
@@ -100,7 +100,7 @@ def test_mixtures_become_float32(tmp_path, kind):
     np.testing.assert_array_equal(params["norm.weight"], weights["model.norm.weight"])
 
 
-def test_rows_are_read_in_pieces(mixed, monkeypatch):
+def test_rows_are_read_in_chunks(mixed, monkeypatch):
     from convert import safetensors_reader
 
     whole = convert.load(mixed).params
@@ -137,7 +137,7 @@ def scaled(file, keys, factors=None):
 
 @pytest.mark.parametrize("changes", [{}, {"factor": 32.0}, {"original_max_position_embeddings": 4096}])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_llama3_positions_are_found_again(tmp_path, theta, changes):
+def test_llama3_rope_scaling_is_recovered_from_factors(tmp_path, theta, changes):
     fields = LLAMA3 | changes
     keys = {"llama.rope.freq_base": np.float32(theta)}
     if changes.get("original_max_position_embeddings"):
@@ -151,13 +151,13 @@ def test_llama3_positions_are_found_again(tmp_path, theta, changes):
     "change",
     [lambda f: f[::-1], lambda f: f * 0, lambda f: f * np.nan, lambda f: f[:16], lambda f: np.append(f[:-1], 9)],
 )
-def test_other_factors_of_positions_are_refused(tmp_path, change):
+def test_unknown_rope_factors_are_rejected(tmp_path, change):
     factors = np.ascontiguousarray(change(llama3_factors(10000.0, 64, **LLAMA3)), np.float32)
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight in .*x.gguf .*(does not match Llama 3|has shape)"):
         convert.load(scaled(tmp_path / "x.gguf", {}, factors))
 
 
-def test_linear_positions(tmp_path):
+def test_linear_rope_scaling_is_read(tmp_path):
     keys = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": np.float32(4)}
     rope = convert.load(scaled(tmp_path / "x.gguf", keys)).config.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
@@ -174,7 +174,7 @@ def test_linear_positions(tmp_path):
     assert convert.load(none).config.rope == convert.RopeConfig()
 
 
-def test_all_ids_that_end_a_text(tmp_path):
+def test_all_eos_ids_are_collected(tmp_path):
     keys = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 0}
     assert convert.load(model(tmp_path / "x.gguf", keys)[0]).config.eos_token_ids == (0, 5)
     without = model(tmp_path / "none.gguf", {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": None})
@@ -182,7 +182,7 @@ def test_all_ids_that_end_a_text(tmp_path):
     assert (config.eos_token_ids, config.bos_token_id) == ((0,), None), "the text of 0 is <|endoftext|>"
 
 
-def test_it_becomes_a_store_and_a_hugging_face_directory(mixed, tmp_path, capsys):
+def test_gguf_converts_to_store_and_hugging_face(mixed, tmp_path, capsys):
     loaded = convert.load(mixed)
     command(str(mixed), tmp_path / "store")
     assert "float32" in capsys.readouterr().out
@@ -195,7 +195,7 @@ def test_it_becomes_a_store_and_a_hugging_face_directory(mixed, tmp_path, capsys
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_transformers_reads_what_is_written(tmp_path, quick_compile):
+def test_transformers_reads_converted_gguf(tmp_path, quick_compile):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -209,13 +209,13 @@ def test_transformers_reads_what_is_written(tmp_path, quick_compile):
     np.testing.assert_allclose(ours, expected, atol=1e-4)
 
 
-def test_a_directory_of_gguf_files_says_to_name_one(tmp_path):
+def test_directory_of_gguf_files_error_names_file(tmp_path):
     model(tmp_path / "x.gguf", num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"name the GGUF file itself, as in .*x\.gguf"):
         convert.load(tmp_path)
 
 
-def test_no_revision(tmp_path):
+def test_revision_of_file_is_rejected(tmp_path):
     file, _ = model(tmp_path / "X.GGUF", num_hidden_layers=1)
     assert convert.load(file).params
     with pytest.raises(CheckpointError, match="revision 'main' was passed with the file"):

@@ -45,7 +45,7 @@ def imported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_damaged_parts_are_refused(tmp_path, name):
+def test_damaged_parts_are_rejected(tmp_path, name):
     change, message = CHANGES[name]
     parts = good()
     change(parts)
@@ -55,7 +55,7 @@ def test_damaged_parts_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_files_are_refused(tmp_path, name):
+def test_damaged_files_are_rejected(tmp_path, name):
     change, message = FILES[name]
     file = tmp_path / "x.gguf"
     file.write_bytes(change(good().bytes()))
@@ -70,7 +70,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_file_large_enough_for_what_it_says_is_not_believed_either(tmp_path, name):
+def test_impossible_sizes_in_sparse_file_are_rejected(tmp_path, name):
     """An impossible size is rejected even in a sparse file of a terabyte, which takes no space on disk."""
     parts = good()
     parts.keys = {"general.architecture": "llama", "general.x": LIES[name][0]}
@@ -81,7 +81,7 @@ def test_a_file_large_enough_for_what_it_says_is_not_believed_either(tmp_path, n
     check_refused(file, LIES[name][1])
 
 
-def test_nor_are_shapes_that_fit_it(tmp_path):
+def test_impossible_shapes_in_sparse_file_are_rejected(tmp_path):
     parts = good()
     parts.tensors = {gguf_damage_cases.Q: ((2**19, 2**19), 0, b"")}
     file = tmp_path / "x.gguf"
@@ -116,7 +116,7 @@ def structure(parts, data):
     )
 
 
-def test_flipped_bits_of_the_structure_are_refused_or_change_nothing(tmp_path, report):
+def test_flipped_structure_bits_are_rejected_or_harmless(tmp_path, report):
     parts = good()
     data = parts.bytes()
     file = tmp_path / "x.gguf"
@@ -139,7 +139,7 @@ def test_flipped_bits_of_the_structure_are_refused_or_change_nothing(tmp_path, r
     report(flips=refused + same, refused=refused, changing_nothing=same)
 
 
-def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
+def test_damaged_tokenizer_is_rejected_when_loaded(tmp_path):
     for key, value, message in (
         ("tokenizer.ggml.pre", "unheard-of", "tokenizer.ggml.pre 'unheard-of', an unknown way to split text"),
         ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre None, an unknown way to split text"),
@@ -157,14 +157,14 @@ def test_a_damaged_tokenizer_is_refused_when_it_is_asked_for(tmp_path):
         assert not (tmp_path / "store").exists()
 
 
-def test_places_that_are_no_file(tmp_path):
+def test_paths_that_are_not_files_are_rejected(tmp_path):
     (tmp_path / "x.gguf").mkdir()
     for place, message in ((tmp_path / "x.gguf", "is empty"), (tmp_path / "y.gguf", "is neither a directory")):
         with pytest.raises(CheckpointError, match=message):
             convert.load(place)
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path):
+def test_file_truncated_while_reading_is_rejected(tmp_path):
     file = tmp_path / "x.gguf"
     file.write_bytes(good().bytes())
     header = gguf_header.read(file)
@@ -175,7 +175,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
             tensor.read(slice(0, tensor.shape[0]))
 
 
-def test_summary(report):
+def test_no_damaged_file_loaded_silently(report):
     """No damaged file loads silently; this test runs last and reports the count."""
     report(damaged_files=len(OUTCOMES), silent_loads=OUTCOMES.count(False))
     assert False not in OUTCOMES

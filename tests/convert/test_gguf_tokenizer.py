@@ -91,7 +91,7 @@ def as_llama2(tokenizer):
     return tokenizer
 
 
-def test_ids_and_texts_are_those_of_transformers(file, tmp_path, request, report):
+def test_ids_and_text_match_transformers(file, tmp_path, request, report):
     pytest.importorskip("torch")
     from transformers import AutoTokenizer
 
@@ -120,7 +120,7 @@ def test_ids_and_texts_are_those_of_transformers(file, tmp_path, request, report
     report(texts=len(texts), tokens=len(ours))
 
 
-def test_llama3_starts_with_bos_and_takes_words_that_are_tokens(tmp_path, byte_level):
+def test_llama3_tokenizer_adds_bos_and_matches_whole_words(tmp_path, byte_level):
     """Both follow llama.cpp, whose files do not record these settings; transformers does neither."""
     pair = next(merge for merge in byte_level["merges"] if merge.isascii() and merge.replace(" ", "").isalpha())
     word = pair.replace(" ", "")
@@ -137,7 +137,7 @@ def test_llama3_starts_with_bos_and_takes_words_that_are_tokens(tmp_path, byte_l
     assert 1 not in found["gpt-2"] and len(found["gpt-2"]) > 1
 
 
-def test_no_token_is_made_up(tmp_path, byte_level):
+def test_no_token_is_added_to_vocabulary(tmp_path, byte_level):
     """A vocabulary gains no token; transformers adds GPT-2's end of text if it is missing, an id that no model has."""
     tokens = ["<|mine|>", *byte_level["tokens"][1:]]
     file, _ = gguf_files.model(
@@ -155,7 +155,7 @@ def test_no_token_is_made_up(tmp_path, byte_level):
         ({"tokenizer.ggml.scores": [np.float32(1)]}, "and 1 scores for"),
     ],
 )
-def test_what_else_sentencepiece_can_do_is_refused(tmp_path, sentencepiece, keys, message):
+def test_unsupported_sentencepiece_settings_are_rejected(tmp_path, sentencepiece, keys, message):
     words = prefixed(sentencepiece) | SENTENCE_KEYS | keys
     size = len(sentencepiece["tokens"])
     file, _ = gguf_files.model(tmp_path / "x.gguf", words, vocab_size=size, num_hidden_layers=1)
@@ -163,7 +163,7 @@ def test_what_else_sentencepiece_can_do_is_refused(tmp_path, sentencepiece, keys
         text.load_tokenizer(file)
 
 
-def test_a_corpus_in_its_tokens(tmp_path):
+def test_corpus_uses_gguf_tokenizer(tmp_path):
     file, _ = gguf_files.model(tmp_path / "x.gguf", num_hidden_layers=1)
     (tmp_path / "a.txt").write_text("the end")
     tokens, vocab_size = text.corpus(str(file), [tmp_path / "a.txt"])
@@ -171,7 +171,7 @@ def test_a_corpus_in_its_tokens(tmp_path):
     assert text.load_tokenizer(file).decode(tokens[:-1]) == "the end"
 
 
-def test_no_chat_template(tmp_path):
+def test_missing_chat_template_is_an_error(tmp_path):
     file, _ = gguf_files.model(tmp_path / "x.gguf", {"tokenizer.chat_template": None}, num_hidden_layers=1)
     with pytest.raises(ValueError, match="has no chat template"):
         text.load_tokenizer(file).apply_chat_template(CHAT)
@@ -181,7 +181,7 @@ NAMES = ["<unk>", "<s>", "</s>", *tokenizer_kinds.BYTES, "▁", "h", "i", "▁h"
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_ids_of_sentencepiece_are_those_of_the_model_s_tokenizer_json(tmp_path, prefix):
+def test_sentencepiece_ids_equal_tokenizer_json(tmp_path, prefix):
     merges = [("▁", "h"), ("▁h", "i"), ("▁", "▁")]
     vocab = {token: i for i, token in enumerate(NAMES)}
     hub = Tokenizer(models.BPE(vocab, merges, fuse_unk=True, byte_fallback=True, unk_token="<unk>"))
@@ -203,7 +203,7 @@ def test_ids_of_sentencepiece_are_those_of_the_model_s_tokenizer_json(tmp_path, 
         assert ours.decode(ids, skip_special_tokens=True) == hub.decode(ids), given
 
 
-def test_a_control_token_of_any_characters_is_found_whole(tmp_path, byte_level):
+def test_control_token_with_any_characters_is_one_token(tmp_path, byte_level):
     token = "<｜end▁of▁sentence｜>"  # noqa: RUF001
     tokens, kinds = [*byte_level["tokens"], token], [*byte_level["token_type"], 3]
     words = byte_level | {"tokens": tokens, "token_type": kinds, "eos_token_id": len(tokens) - 1}
@@ -215,7 +215,7 @@ def test_a_control_token_of_any_characters_is_found_whole(tmp_path, byte_level):
 
 
 @pytest.mark.parametrize("pre", SPLITS)
-def test_every_name_of_a_split_is_one_that_the_library_can_do(tmp_path, byte_level, pre):
+def test_every_pre_tokenizer_is_lossless(tmp_path, byte_level, pre):
     """Every pattern splits any text without loss, and the tokenizer decodes the ids to the same text."""
     keys = prefixed(byte_level | {"pre": pre, "add_bos_token": False})
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1)
@@ -228,7 +228,7 @@ def test_every_name_of_a_split_is_one_that_the_library_can_do(tmp_path, byte_lev
 @pytest.mark.parametrize(
     "pre, composes", [("qwen2", True), ("qwen35", True), ("command-r", True), ("olmo", True), ("llama-bpe", False)]
 )
-def test_accents_are_composed_where_the_model_s_tokenizer_json_says_so(tmp_path, byte_level, pre, composes):
+def test_accents_are_composed_by_nfc_tokenizers(tmp_path, byte_level, pre, composes):
     file, _ = gguf_files.model(
         tmp_path / "x.gguf",
         prefixed(byte_level | {"pre": pre}),
@@ -253,20 +253,20 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("pre", SPLIT)
-def test_words_of_a_split(pre):
+def test_pre_tokenizer_splits_words_as_expected(pre):
     parts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[pre].patterns]
     words = pre_tokenizers.Sequence(parts).pre_tokenize_str("Hello don't 1234567 x=[1]; \n\ny")
     assert [word for word, _ in words] == SPLIT[pre]
 
 
-def test_an_unknown_split_is_refused_with_a_way_out(tmp_path, byte_level):
+def test_unknown_pre_tokenizer_error_suggests_option(tmp_path, byte_level):
     keys = prefixed(byte_level | {"pre": "new"})
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, vocab_size=len(byte_level["tokens"]), num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"'new', an unknown way to split text; .*--tokenizer SRC"):
         text.load_tokenizer(file)
 
 
-def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
+def test_tokenizer_option_replaces_unreadable_tokenizer(tmp_path, byte_level):
     """`--tokenizer` replaces a tokenizer that cannot be read; one with more tokens than the target is rejected."""
     size = len(byte_level["tokens"])
     file, _ = gguf_files.model(
@@ -283,7 +283,7 @@ def test_the_tokenizer_of_another_checkpoint(tmp_path, byte_level):
 
 
 @pytest.mark.parametrize("token", ["<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end|>"])
-def test_tokens_that_end_a_turn_are_known_by_their_texts(tmp_path, token):
+def test_end_of_turn_tokens_are_recognised_by_text(tmp_path, token):
     tokens = ["<eos?>", *gguf_files.TOKENS[1:], token]
     keys = {
         "tokenizer.ggml.tokens": tokens,
@@ -297,7 +297,7 @@ def test_tokens_that_end_a_turn_are_known_by_their_texts(tmp_path, token):
     assert convert.read_config(tmp_path / "store").eos_token_ids == (0, len(tokens) - 1)
 
 
-def test_more_chat_templates_break_nothing(tmp_path):
+def test_additional_chat_templates_are_ignored(tmp_path):
     keys = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
     file, _ = gguf_files.model(tmp_path / "x.gguf", keys, num_hidden_layers=1)
     assert text.load_tokenizer(file).chat_template == gguf_files.TEMPLATE

@@ -175,7 +175,7 @@ def check_refusal(error):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_damage_is_refused(bases, tmp_path, name):
+def test_damage_is_rejected(bases, tmp_path, name):
     base, damage, message = CASES[name]
     shutil.copytree(bases[base], tmp_path / "head")
     damage(tmp_path / "head")
@@ -185,13 +185,13 @@ def test_damage_is_refused(bases, tmp_path, name):
     assert not (tmp_path / "opened").exists()
 
 
-def test_another_vocabulary(bases):
+def test_target_with_different_vocabulary_is_rejected(bases):
     with pytest.raises(ValueError, match="a target whose vocabulary is 31, but this target's is 9") as error:
         jspec.EagleDrafter.load(bases["sglang"], toys.tiny_llama(0, LAYERS, vocab_size=9))
     check_refusal(error)
 
 
-def test_what_needs_the_target(tmp_path):
+def test_head_that_needs_target_is_rejected_without_it(tmp_path):
     _, path = eagle3("speculators", tmp_path / "rows", own=())
     with pytest.raises(CheckpointError, match=r"no lm_head.weight for the 7 tokens .* load\(path, target\)") as error:
         jspec.EagleDrafter.load(path)
@@ -223,7 +223,7 @@ def test_what_needs_the_target(tmp_path):
         ({}, "vllm", "format 'vllm' is unknown; choose one of speculators, sglang, eagle"),
     ],
 )
-def test_what_a_layout_cannot_say(tmp_path, made, format, message):
+def test_head_inexpressible_in_layout_is_rejected(tmp_path, made, format, message):
     drafter = jspec.EagleDrafter.load(eagle3("speculators", tmp_path / "head", **made)[1])
     with pytest.raises(CheckpointError, match=message) as error:
         drafter.save(tmp_path / "out", format)
@@ -231,7 +231,7 @@ def test_what_a_layout_cannot_say(tmp_path, made, format, message):
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_what_a_head_cannot_be_saved_as(bases, tmp_path):
+def test_unsavable_heads_are_rejected(bases, tmp_path):
     drafter = jspec.EagleDrafter.load(bases["sglang"])
     for features in ((4, 2, 5), (2, 4, -1)):
         drafter.head.config = dataclasses.replace(drafter.head.config, features=features)
@@ -249,7 +249,7 @@ def test_what_a_head_cannot_be_saved_as(bases, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_is_taken_and_a_full_disk(bases, tmp_path):
+def test_existing_path_and_full_disk_are_rejected(bases, tmp_path):
     drafter = jspec.EagleDrafter.load(bases["sglang"])
     (tmp_path / "taken").mkdir()
     with pytest.raises(CheckpointError, match="taken exists and is not overwritten"):
@@ -260,14 +260,14 @@ def test_a_place_that_is_taken_and_a_full_disk(bases, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_values_too_large(tmp_path):
+def test_values_too_large_for_float16_are_rejected(tmp_path):
     _, path = eagle3("sglang", tmp_path / "head")
     tensors(norm__weight=lambda x: 1e6 * x)(path)
     with pytest.raises(CheckpointError, match=r"norm\.weight has values too large for float16"):
         jspec.EagleDrafter.load(path, dtype="float16")
 
 
-def test_files_of_no_head(tmp_path):
+def test_paths_without_head_are_rejected(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"x\.gguf is a file; expected the directory of a head"):
         jspec.EagleDrafter.load(tmp_path / "x.gguf")

@@ -89,7 +89,7 @@ def kept(after, before):
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_generation_3(tmp_path, name, layout):
+def test_generation_3_heads_match_torch(tmp_path, name, layout):
     case = CASES[name]
     module, path = eagle3(layout, tmp_path / "head", **case)
     drafter = jspec.EagleDrafter.load(path, TARGET)
@@ -100,7 +100,7 @@ def test_generation_3(tmp_path, name, layout):
 
 
 @pytest.mark.parametrize("case", [{}, {"bias": False, "own": ()}, {"qkv_bias": True, "model_type": "qwen2"}])
-def test_generation_1(tmp_path, case):
+def test_generation_1_heads_match_torch(tmp_path, case):
     module, path = eagle1(tmp_path / "head", **case)
     drafter = jspec.EagleDrafter.load(path, TARGET)
     check_logits(drafter, module)
@@ -108,7 +108,7 @@ def test_generation_1(tmp_path, case):
     check_same_files(path, tmp_path / "again")
 
 
-def test_generation_1_as_speculators_had_it(tmp_path):
+def test_generation_1_speculators_layout_is_read(tmp_path):
     module, path = eagle1(tmp_path / "head", own=())
     fields, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     wrapped = {
@@ -128,7 +128,7 @@ def test_generation_1_as_speculators_had_it(tmp_path):
 
 @pytest.mark.parametrize("layout", ["speculators", "sglang"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_comes_back(tmp_path, layout, dtype):
+def test_half_precision_is_preserved(tmp_path, layout, dtype):
     """A head computes in the device's default dtype and is saved in its files' dtype, unless `dtype` is given."""
     _, path = eagle3(layout, tmp_path / "head", dtype=dtype, fc_norm=True)
     drafter = jspec.EagleDrafter.load(path)
@@ -144,7 +144,7 @@ def test_half_precision_comes_back(tmp_path, layout, dtype):
     check_same_files(path, tmp_path / "asked")
 
 
-def test_what_was_changed_is_not_written_as_it_was(tmp_path):
+def test_modified_head_is_saved_with_changes(tmp_path):
     """A changed head is saved with its full precision and its new config."""
     _, path = eagle3("speculators", tmp_path / "head", dtype=torch.bfloat16)
     drafter = jspec.EagleDrafter.load(path)
@@ -156,7 +156,7 @@ def test_what_was_changed_is_not_written_as_it_was(tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["norm_output"] is True
 
 
-def test_from_one_layout_to_the_other(tmp_path):
+def test_layouts_convert_into_each_other(tmp_path):
     module, path = eagle3("sglang", tmp_path / "head", fc_norm=True, norm_output=True)
     between = jspec.EagleDrafter.load(path).save(tmp_path / "between", "speculators")
     back = jspec.EagleDrafter.load(between).save(tmp_path / "back", "sglang")
@@ -164,7 +164,7 @@ def test_from_one_layout_to_the_other(tmp_path):
     check_logits(jspec.EagleDrafter.load(between), module, KNOWN)
 
 
-def test_an_output_head_that_is_left_out(tmp_path):
+def test_output_head_may_be_left_out(tmp_path):
     module, path = eagle3("speculators", tmp_path / "head", own=())
     whole = jspec.EagleDrafter.load(path, TARGET).save(tmp_path / "whole", own_head=True)
     small = jspec.EagleDrafter.load(whole).save(tmp_path / "small", own_head=False)
@@ -175,7 +175,7 @@ def test_an_output_head_that_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["speculators", "sglang"])
-def test_usual_layers_are_told_by_the_target(tmp_path, layout):
+def test_default_feature_layers_depend_on_target(tmp_path, layout):
     _, path = eagle3(layout, tmp_path / "head")
     fields = json.loads((path / "config.json").read_text())
     fields.pop("eagle_aux_hidden_state_layer_ids", None), fields.pop("eagle_config", None)
@@ -183,7 +183,7 @@ def test_usual_layers_are_told_by_the_target(tmp_path, layout):
     assert jspec.EagleDrafter.load(path, TARGET).features == (2, 4, 5)
 
 
-def test_the_original_names_of_eagle_3(tmp_path):
+def test_original_eagle_3_names_are_read(tmp_path):
     """A head loads with a plain Llama config, `midlayer` names, no flags, and no `t2d`, which NVIDIA leaves out."""
     module, path = eagle3("sglang", tmp_path / "head")
     fields, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
@@ -248,7 +248,7 @@ def test_every_name_and_flag_is_written(tmp_path, layout, names, fields):
         assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] >= 1
 
 
-def test_it_drafts(tmp_path, prompts):
+def test_loaded_head_drafts_only_its_own_vocabulary(tmp_path, prompts):
     """A head loaded from files drafts for a small target, and drafts only tokens of its own vocabulary."""
     _, path = eagle3("speculators", tmp_path / "head", ids=(0, 1, 2), norm_output=True)
     target = toys.tiny_llama(1, 2, vocab_size=V)

@@ -114,7 +114,7 @@ def check_same_files(first, second):
 
 
 @pytest.mark.parametrize(("make", "case"), CASES)
-def test_heads_from_files_and_back(tmp_path, make, case):
+def test_heads_match_torch_and_are_saved_unchanged(tmp_path, make, case):
     module, path = make(tmp_path / "heads", **case)
     drafter = jspec.MedusaDrafter.load(path, TARGET)
     assert drafter.num_heads == 3
@@ -123,7 +123,7 @@ def test_heads_from_files_and_back(tmp_path, make, case):
 
 
 @pytest.mark.parametrize("make", [medusa, vllm])
-def test_half_precision_and_the_other_layout(tmp_path, make):
+def test_half_precision_is_preserved_and_layouts_convert(tmp_path, make):
     module, path = make(tmp_path / "heads", dtype=torch.bfloat16)
     drafter = jspec.MedusaDrafter.load(path)
     assert drafter.heads[0].lm_head.weight[...].dtype == jnp.float32
@@ -133,7 +133,7 @@ def test_half_precision_and_the_other_layout(tmp_path, make):
     check_logits(between, module.to(torch.bfloat16).float())
 
 
-def test_trained_biases_and_heads_are_written(tmp_path):
+def test_trained_biases_and_heads_are_saved(tmp_path):
     """Trained biases and output heads are saved even if the loaded files had no biases or one shared output head."""
     _, path = vllm(tmp_path / "heads", shared=True)
     drafter = jspec.MedusaDrafter.load(path)
@@ -146,7 +146,7 @@ def test_trained_biases_and_heads_are_written(tmp_path):
     assert (raw["medusa_fc_bias"], raw["original_lm_head"]) == (True, False)
 
 
-def test_the_names_that_vllm_reads(tmp_path):
+def test_saved_names_match_vllm_and_medusa(tmp_path):
     """Heads from no file are saved with the names of vLLM's `Medusa` and `MedusaConfig`, or of the paper's code."""
     _, path = medusa(tmp_path / "heads", blocks=2, count=2)
     drafter = jspec.MedusaDrafter.load(path)
@@ -176,7 +176,7 @@ def test_the_names_that_vllm_reads(tmp_path):
     }
 
 
-def test_published_configs_count_too_few_heads(tmp_path):
+def test_wrong_head_count_in_published_config_is_corrected(tmp_path):
     module, path = medusa(tmp_path / "heads", count=5)
     config(medusa_num_heads=2)(path)
     drafter = jspec.MedusaDrafter.load(path)
@@ -184,7 +184,7 @@ def test_published_configs_count_too_few_heads(tmp_path):
     assert fields_of(drafter.save(tmp_path / "again", "medusa"))["medusa_num_heads"] == 5
 
 
-def test_heads_beside_their_target(tmp_path):
+def test_heads_stored_with_their_target_are_loaded(tmp_path):
     """A Medusa-2 checkpoint loads as both a target and its heads."""
     module, heads = medusa(tmp_path / "heads")
     raw = raw_config(hidden_size=E, vocab_size=V, num_attention_heads=2, num_key_value_heads=1, medusa_num_heads=3)
@@ -267,7 +267,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_refused(bases, tmp_path, name):
+def test_damage_is_rejected(bases, tmp_path, name):
     base, damage, message = DAMAGE[name]
     shutil.copytree(bases[base], tmp_path / "heads")
     damage(tmp_path / "heads")
@@ -277,7 +277,7 @@ def test_damage_is_refused(bases, tmp_path, name):
     assert text.endswith(".") and re.search("[;:] ", text) and "\n" not in text and len(text) < 600
 
 
-def test_the_heads_own_file_is_read_and_no_other(bases, tmp_path):
+def test_only_the_heads_own_file_is_read(bases, tmp_path):
     folder = shutil.copytree(bases["medusa"], tmp_path / "heads")
     for name in ("model.safetensors", "consolidated.safetensors"):
         (folder / name).write_bytes(b"")
@@ -286,12 +286,12 @@ def test_the_heads_own_file_is_read_and_no_other(bases, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_another_target(bases):
+def test_target_with_different_vocabulary_is_rejected(bases):
     with pytest.raises(ValueError, match="a target whose vocabulary is 31, but this target's is 9; use heads"):
         jspec.MedusaDrafter.load(bases["vllm"], toys.tiny_llama(0, 1, vocab_size=9))
 
 
-def test_places_and_formats(bases, tmp_path):
+def test_invalid_paths_and_formats_are_rejected(bases, tmp_path):
     drafter = jspec.MedusaDrafter.load(bases["vllm"])
     with pytest.raises(CheckpointError, match="format 'sglang' is unknown; choose one of medusa, vllm"):
         drafter.save(tmp_path / "out", "sglang")

@@ -46,12 +46,12 @@ def tokens(folder, given, **options):
         ({}, "hi\n", ["▁hi", "<0x0A>"]),
     ],
 )
-def test_ids(tmp_path, normalizer, given, expected):
+def test_sentencepiece_gives_expected_tokens(tmp_path, normalizer, given, expected):
     model(tmp_path, **normalizer)
     assert tokens(tmp_path, given, add_special_tokens=False) == expected
 
 
-def test_bos_and_eos_are_added_as_the_config_says(tmp_path):
+def test_bos_and_eos_follow_config(tmp_path):
     model(tmp_path)
     assert tokens(tmp_path, "hi") == ["<s>", "▁hi"]
     model(tmp_path, config={"add_bos_token": False, "add_eos_token": True})
@@ -72,14 +72,14 @@ OTHERS = {"a table": {"precompiled_charsmap": b"xxxx"}, "user-defined tokens": {
 
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
-def test_of_other_models_the_package_is_named(tmp_path, changes, monkeypatch):
+def test_unsupported_models_error_names_package(tmp_path, changes, monkeypatch):
     model(tmp_path, **changes)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sentencepiece" else name)
     with pytest.raises(convert.CheckpointError, match=r"pip install sentencepiece, or add the model's tokenizer.json"):
         text.load_tokenizer(tmp_path)
 
 
-def test_a_file_of_tiktoken_is_not_called_damaged(tmp_path, monkeypatch):
+def test_tiktoken_file_is_not_called_damaged(tmp_path, monkeypatch):
     model(tmp_path)
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tiktoken" else name)
@@ -87,7 +87,7 @@ def test_a_file_of_tiktoken_is_not_called_damaged(tmp_path, monkeypatch):
         text.load_tokenizer(tmp_path)
 
 
-def test_any_cut_or_changed_byte_is_one_error_or_a_vocabulary(tmp_path):
+def test_damaged_bytes_raise_checkpoint_error_or_load(tmp_path):
     model(tmp_path)
     file = tmp_path / "tokenizer.model"
     whole = file.read_bytes()
