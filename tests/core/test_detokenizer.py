@@ -52,18 +52,18 @@ def check_every_split(name, count):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_text_of_every_split_is_the_text_of_the_whole(name, report):
+def test_split_text_equals_whole_text(name, report):
     report(splits=check_every_split(name, 60))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_text_of_every_split_is_the_text_of_the_whole_for_many_texts(name, report):
+def test_split_text_equals_whole_text_for_many_texts(name, report):
     report(splits=check_every_split(name, 2000))
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in WITH_BYTES])
-def test_any_tokens_give_the_text_of_the_whole(name):
+def test_random_tokens_give_text_of_whole_sequence(name):
     """Any tokens give the text of the whole sequence, because models also emit bytes that are not characters."""
     tokenizer, rng = tokenizer_of(name), np.random.default_rng(0)
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_any_tokens_give_the_text_of_the_whole(name):
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
-def test_an_invalid_run_of_bytes_keeps_its_first_characters(name):
+def test_invalid_byte_run_keeps_its_valid_start(name):
     """The decoder replaces all bytes of a run that contains an invalid one, but shown text is not taken back."""
     tokenizer, rng = tokenizer_of(name), np.random.default_rng(0)
     raw = tokenizer.backend_tokenizer.id_to_token
@@ -104,7 +104,7 @@ def _expected(tokens):
 
 
 @pytest.mark.parametrize("name, token", [("gpt2", "Ģ"), ("llama2", "<0x80>")])
-def test_endless_invalid_bytes_are_shown_and_cost_no_more_than_a_few(name, token):
+def test_endless_invalid_bytes_are_shown_at_constant_cost(name, token):
     tokenizer, sizes = tokenizer_of(name), []
     detokenizer = Pieces(tokenizer)
     decode, tokenizer.decode = (
@@ -117,7 +117,7 @@ def test_endless_invalid_bytes_are_shown_and_cost_no_more_than_a_few(name, token
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2", "mistral", "wordpiece"])
-def test_special_tokens_between_add_nothing_and_cost_nothing(name):
+def test_special_tokens_add_no_text_and_no_cost(name):
     tokenizer, sizes = tokenizer_of(name), []
     special = next(i for i, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special)
     ids = tokenizer(f"the {TELUGU}", add_special_tokens=False)["input_ids"]
@@ -132,7 +132,7 @@ def test_special_tokens_between_add_nothing_and_cost_nothing(name):
     assert max(sizes) <= 20
 
 
-def test_a_row_of_spaces_costs_no_more_than_a_few():
+def test_run_of_spaces_has_constant_cost():
     """The decoder drops the first space of each window, so a window of one space has no text of its own."""
     tokenizer, sizes = tokenizer_of("llama2"), []
     detokenizer = Pieces(tokenizer, tokenizer("the")["input_ids"])
@@ -146,7 +146,7 @@ def test_a_row_of_spaces_costs_no_more_than_a_few():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama2"])
 @pytest.mark.parametrize("repeats", [1, 50])
-def test_special_tokens_at_the_end_of_a_prompt_leave_its_last_character_open(name, repeats):
+def test_special_tokens_after_prompt_keep_partial_character(name, repeats):
     tokenizer = tokenizer_of(name)
     special = next(i for i, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special)
     ids = tokenizer("the 🫠 the", add_special_tokens=False)["input_ids"]
@@ -159,7 +159,7 @@ def test_special_tokens_at_the_end_of_a_prompt_leave_its_last_character_open(nam
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "metaspace, always", "unigram", "wordpiece"])
-def test_a_space_after_special_tokens_is_kept(name):
+def test_space_after_special_tokens_is_kept(name):
     tokenizer = tokenizer_of(name)
     special = next(i for i, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special)
     ids = tokenizer("the hi", add_special_tokens=False)["input_ids"]
@@ -170,7 +170,7 @@ def test_a_space_after_special_tokens_is_kept(name):
 
 
 @pytest.mark.parametrize("name", WITH_BYTES)
-def test_the_window_of_a_prompt_begins_at_a_character(name):
+def test_prompt_window_starts_at_character_boundary(name):
     tokenizer = tokenizer_of(name)
     text = "అఆ" * 50
     ids = [tokenizer.get_vocab()[BYTES[byte]] for byte in text.encode()]
@@ -218,7 +218,7 @@ def telugu(tmp_path_factory):
 GREEDY = jspec.SamplingParams(temperature=0.0)
 
 
-def test_a_stop_string_of_byte_tokens_is_met(telugu):
+def test_stop_string_of_byte_tokens_is_found(telugu):
     target, tokenizer, _ = telugu
     options = {"max_new_tokens": 36, "sampling": GREEDY}
     (free,) = jspec.complete(target, None, tokenizer, "a", **options)
@@ -232,7 +232,7 @@ def test_a_stop_string_of_byte_tokens_is_met(telugu):
 
 
 @pytest.mark.parametrize("known", [1, 2, 4, 5, 25, 26])
-def test_a_prompt_that_ends_inside_a_character_is_completed(telugu, known):
+def test_character_split_by_prompt_end_is_completed(telugu, known):
     target, tokenizer, chain = telugu
     prompt = [chain[0], *[chain[1 + i % 3] for i in range(known)]]
     options = {"max_new_tokens": 4, "sampling": GREEDY}
@@ -242,7 +242,7 @@ def test_a_prompt_that_ends_inside_a_character_is_completed(telugu, known):
     assert done.text == "".join(part.text for part in parts) == expected
 
 
-def test_a_writer_counts_the_character_that_the_prompt_began(telugu):
+def test_stop_string_matches_character_started_in_prompt(telugu):
     _, tokenizer, chain = telugu
     writer = StopAwareDetokenizer(tokenizer, chain[:3], stop=("అ",))
     writer.add(chain[3])
@@ -250,7 +250,7 @@ def test_a_writer_counts_the_character_that_the_prompt_began(telugu):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "clip"])  # where the previous token adds a space
-def test_names_of_tokens_are_their_texts_inside_a_text(name):
+def test_token_names_join_to_the_text(name):
     tokenizer = tokenizer_of(name)
     names = Names(tokenizer)
     for text in tokenizer_kinds.texts(40):
@@ -260,7 +260,7 @@ def test_names_of_tokens_are_their_texts_inside_a_text(name):
             assert utf8.decode().lstrip(" ").startswith("a") and utf8.decode().endswith(tokenizer.decode(ids)[1:])
 
 
-def test_bytes_of_a_space_are_not_lost():
+def test_space_byte_token_keeps_its_byte():
     tokenizer = tokenizer_of("llama2")
     space = tokenizer.get_vocab()["<0x20>"]
     assert (Names(tokenizer).text(space), Names(tokenizer).utf8(space)) == (" ", [32])

@@ -81,7 +81,7 @@ def sides(shape):
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
 @pytest.mark.parametrize("name", ON)
-def test_nothing_large_is_moved(name, plain, batch, report):
+def test_program_moves_nothing_large(name, plain, batch, report):
     found, models, setting = program(name, plain, batch)
     report(kernels=found.count(), megabytes=round(found.temporary / 1e6))
     check(found, models, setting)
@@ -89,13 +89,13 @@ def test_nothing_large_is_moved(name, plain, batch, report):
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
 @pytest.mark.parametrize("name", GPUS)
-def test_nor_where_a_library_multiplies(name, plain):
+def test_program_with_library_matmul_moves_nothing_large(name, plain):
     """The kernels that multiply are chosen by measuring on the device; the choice must not matter."""
     check(*program(name, plain, xla_gpu_enable_triton_gemm=False))
 
 
 @pytest.mark.cuda
-def test_kernels_of_an_h100(report):
+def test_h100_layer_uses_few_kernels(report):
     """A layer has few kernels.
 
     They are attention, the sum of its shares, a norm after each block, four products, a sum of parts, and the
@@ -111,7 +111,7 @@ def test_kernels_of_an_h100(report):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
-def test_the_host_of_an_h100_starts_little(plain, report):
+def test_h100_host_launches_few_graphs(plain, report):
     """A round has one graph before the draft loop, one per iteration and one after; loop conditions run alone."""
     found, _, setting = program("h100", plain)
     report(**vars(found.graphs))
@@ -124,7 +124,7 @@ def test_the_host_of_an_h100_starts_little(plain, report):
     "changes", [{}, {"quantized": True}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}], ids=str
 )
 @pytest.mark.parametrize("name", GPUS)
-def test_plans_count_the_kernels_that_there_are(name, changes, report):
+def test_plan_counts_compiled_kernels(name, changes, report):
     device, config = devices.prepare(name), abstract.configs(PAIRS[name])[0]
     more = dict(changes)
     quantized = more.pop("quantized", False)
@@ -143,7 +143,7 @@ def test_plans_count_the_kernels_that_there_are(name, changes, report):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_plans_know_what_a_long_prompt_takes(name, report):
+def test_plan_predicts_memory_of_long_prompt(name, report):
     """Plans predict a long prompt's temporaries apart from the caches, which reach full size only at the end."""
     device, setting = devices.prepare(name), abstract.Setting(width=2048, new_tokens=16)
     models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=2)
@@ -155,7 +155,7 @@ def test_plans_know_what_a_long_prompt_takes(name, report):
 
 @pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)
 @pytest.mark.parametrize("name", ON)
-def test_every_program_is_compiled(name, one):
+def test_every_program_compiles(name, one):
     """Any two choices of drafter, rule, length, dtype and batch are combined in one of these programs.
 
     On GPUs, a library multiplies, because XLA has no Triton kernel for some small products unless it can try several.
@@ -168,7 +168,7 @@ def test_every_program_is_compiled(name, one):
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 @pytest.mark.parametrize("name", ON)
-def test_a_training_step_compiles(name, kind):
+def test_training_step_compiles(name, kind):
     """A training step compiles in the device's dtype and computes the target's hidden states on the way."""
     device = devices.prepare(name)
     config = dataclasses.replace(
@@ -205,7 +205,7 @@ def test_a_training_step_compiles(name, kind):
     ids=str,
 )
 @pytest.mark.parametrize("name", ON)
-def test_the_programs_of_an_engine(name, key, report, monkeypatch):
+def test_engine_programs_compile_without_cache_copies(name, key, report, monkeypatch):
     """No program copies a cache. Host callbacks for constraints are replaced, as they need their device to compile."""
     monkeypatch.setattr(jax, "pure_callback", lambda asked, of, *_: jax.numpy.zeros(of.shape, of.dtype))
     chip = devices.prepare(name)

@@ -8,13 +8,13 @@ from jspec.core import keys
 from support.keys import POSITIONS, REACH, farthest_noise, repeated_streams
 
 
-def test_no_two_draws_of_a_request_share_a_stream(report):
+def test_draws_of_a_request_use_distinct_streams(report):
     repeated, distinct = repeated_streams()
     report(positions=len(POSITIONS), purposes=len(keys.Purpose), distinct=distinct, repeated=repeated)
     assert repeated == 0
 
 
-def test_streams_of_requests_are_distinct_and_those_of_one_position_are_those_of_many(report):
+def test_streams_are_distinct_across_requests_and_positions(report):
     requests, positions, purposes = 64, 96, list(keys.Purpose)
     row_keys = jax.random.split(jax.random.key(4), requests)
     grid = jnp.tile(jnp.arange(positions), (requests, 1))
@@ -27,7 +27,7 @@ def test_streams_of_requests_are_distinct_and_those_of_one_position_are_those_of
     np.testing.assert_array_equal(jax.random.key_data(by_row), jax.random.key_data(streams[keys.Purpose.TARGET, :, 7]))
 
 
-def test_there_is_room_for_every_purpose():
+def test_every_purpose_fits_in_stride():
     numbers = {int(purpose) for purpose in keys.Purpose.__members__.values()}
     assert len(numbers) == len(keys.Purpose.__members__) and min(numbers) >= 0 and max(numbers) < keys.STRIDE == 16
 

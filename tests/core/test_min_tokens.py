@@ -59,7 +59,7 @@ def counts(target, drafter, keys, fewest, rule, k):
         pytest.param("rejection", None, TREE, marks=pytest.mark.slow),
     ],
 )
-def test_the_law_has_no_early_end(report, rule, k, tree):
+def test_min_tokens_gives_distribution_without_early_eos(report, rule, k, tree):
     """Three rows of one batch, with at least 0, 1 and 2 tokens before EOS, follow their own distributions."""
     target, draft = pair()
     drafter = draft if tree is None else jspec.TreeDrafter(draft, tree)
@@ -77,7 +77,7 @@ def test_the_law_has_no_early_end(report, rule, k, tree):
     assert min(p_values) * 3 > ALPHA
 
 
-def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
+def test_min_tokens_above_limit_decodes_to_limit(prompts):
     target, draft = pair()
     options = {"num_draft_tokens": 3, "sampling": jspec.SamplingParams(min_tokens=[50, 0]), "eos_ids": EOS}
     out = drafters.generate(target, draft, prompts([3, 4], vocab_size=VOCAB), max_new_tokens=40, **options)
@@ -85,7 +85,7 @@ def test_beyond_the_limit_only_the_limit_ends_a_text(prompts):
     assert out.lengths[1] < 40
 
 
-def test_raw_log_probabilities_do_not_know_of_it(prompts):
+def test_raw_logprobs_ignore_min_tokens(prompts):
     """Raw log-probabilities are the model's own. The masked distribution's are higher, as it has fewer tokens."""
     target, _ = pair()
     out = jspec.generate(

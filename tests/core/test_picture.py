@@ -40,7 +40,7 @@ def decoded(name, seed=0, **more):
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_rounds_add_up_to_the_text(name):
+def test_recorded_rounds_match_output(name):
     """Accepted draft tokens form a path that is in the output, one token follows it, and counts match the rounds."""
     out = decoded(name, record=True)
     kept = guessed = 0
@@ -61,7 +61,7 @@ def test_rounds_add_up_to_the_text(name):
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])
-def test_recording_changes_nothing(name):
+def test_recording_does_not_change_output(name):
     recorded, plain = decoded(name, record=True), decoded(name)
     assert plain.record is None
     jax.tree.map(np.testing.assert_array_equal, recorded.stats, plain.stats)
@@ -74,7 +74,7 @@ def styled(text):
     return [(plain[span.start : span.end], str(span.style)) for span in text.spans if str(span.style) != "dim"]
 
 
-def test_a_line_a_round_without_a_record():
+def test_picture_without_record_has_line_per_round():
     """A picture has one line per round; tokens 0 to 6 are a, b, a new line, c, d, e, f."""
     drawn = picture(LETTERS, [0, 1, 2, 3, 4], [ACCEPTED, CORRECTED, BONUS, NO_DRAFT, ACCEPTED])
     assert drawn.plain == "1 │ ab\n2 │ ⏎\n3 │ c\n4 │ d\n"
@@ -94,7 +94,7 @@ def record(*rounds):
     return types.SimpleNamespace(tokens=tokens, parents=parents, fates=fates, counts=counts)
 
 
-def test_refused_guesses_of_a_chain_stand_in_the_line():
+def test_rejected_chain_tokens_are_drawn_inline():
     rounds = record(
         ([0, 3, 4], [0, 1, 2], [KEPT, REFUSED, REFUSED], 2), ([3, 1, 7], [0, 1, 2], [KEPT, KEPT, NO_GUESS], 3)
     )
@@ -103,7 +103,7 @@ def test_refused_guesses_of_a_chain_stand_in_the_line():
     assert [piece for piece, style in styled(drawn) if "strike" in style] == ["cd"]
 
 
-def test_refused_branches_of_a_tree_stand_below():
+def test_rejected_tree_branches_are_drawn_below():
     """The kept tokens a and c are in the first line, with the rejected child e of c before its replacement.
 
     Below stand d, the sibling of a, and both children of d, the first of them in d's line.
@@ -113,7 +113,7 @@ def test_refused_branches_of_a_tree_stand_below():
     assert drawn.plain == "1 │ aceb\n  │ df\n  │ ·g\n"
 
 
-def test_show(capsys):
+def test_show_prints_picture_of_one_row(capsys):
     out = decoded("tree", record=True)
     out.show(LETTERS, row=1)
     shown = capsys.readouterr().out.splitlines()

@@ -36,7 +36,7 @@ def decoded(name, target, draft, batch, **options):
 
 
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS])
-def test_they_are_the_log_softmax_of_the_logits(report, toy, prompts, name):
+def test_raw_logprobs_equal_log_softmax_of_logits(report, toy, prompts, name):
     """Raw log-probabilities are the logits' log-softmax despite filters, penalties, a logit bias, limits and EOS."""
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     tokens, lengths, keys = prompts([3, 1, 6, 4, 2, 5, 3, 4])

@@ -62,12 +62,12 @@ def test_tokens_are_counted(platform):
     np.testing.assert_array_equal(tally(jnp.asarray(counts), jnp.asarray(tokens), jnp.asarray(more)), expected)
 
 
-def test_a_cache_that_is_written_whole_is_what_is_written():
+def test_writing_whole_cache_replaces_it():
     np.testing.assert_array_equal(write(jnp.zeros(PIECE.shape), jnp.asarray(PIECE), jnp.zeros(4, int), 3), PIECE)
 
 
 @pytest.mark.parametrize(("platform_name", "scatters"), [("tpu", 0), ("cuda", 3), ("cpu", 3)])
-def test_only_on_tpus_there_is_an_update_for_every_row(platform_name, scatters):
+def test_only_tpu_programs_update_row_by_row(platform_name, scatters):
     def program(texts, new, cache, piece, start):
         return write_rows(texts, new, start), slice_rows(texts, start, 3), write(cache, piece, start, 3)
 
@@ -77,7 +77,7 @@ def test_only_on_tpus_there_is_an_update_for_every_row(platform_name, scatters):
     assert len(re.findall(r"stablehlo\.dynamic_update_slice", module)) == (0 if scatters else 8)
 
 
-def test_an_embedding_is_used_in_the_layout_it_has(toy, prompts, quick_compile):
+def test_embedding_layout_is_preserved(toy, prompts, quick_compile):
     """The embedding keeps the layout that `jspec.load` gives it on a TPU."""
     model, batch = toy(0), prompts([4, 1, 6])
     expected = jspec.generate(model, *batch, max_new_tokens=8)

@@ -83,7 +83,7 @@ def transformers_law(logits, prompt, settings):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["random", "tied"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_transforms_are_those_of_transformers(report, monkeypatch, name, tied):
+def test_transforms_match_transformers(report, monkeypatch, name, tied):
     torch = pytest.importorskip("torch")
     # transformers leaves the order of ties to torch.sort, which is not stable by default; jspec orders by index.
     monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
@@ -99,7 +99,7 @@ def test_transforms_are_those_of_transformers(report, monkeypatch, name, tied):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 7, 1023, 8193, 128_256])
-def test_transforms_are_a_float64_sort_at_every_vocabulary_size(report, vocab_size):
+def test_transforms_equal_float64_sort_at_every_vocabulary_size(report, vocab_size):
     rng, batch = np.random.default_rng(2), 6
     settings = {
         "temperature": [0.7, 1.3],
@@ -123,7 +123,7 @@ def test_transforms_are_a_float64_sort_at_every_vocabulary_size(report, vocab_si
     np.testing.assert_allclose(ours.sum(-1), 1, atol=1e-5)
 
 
-def test_penalties_by_position_are_their_plain_definition():
+def test_penalties_by_position_match_definition():
     """Position s of a verify pass counts tokens in the prompt, the output, and the first s draft tokens."""
     rng, batch, k, vocab_size = np.random.default_rng(3), 5, 4, 11
     logits = random_logits(rng, False, batch * (k + 1), vocab_size).reshape(batch, k + 1, vocab_size)
@@ -160,7 +160,7 @@ def law(logits, **settings):
     return np.asarray(jitted(jnp.asarray(logits, jnp.float32)[None, None], transforms, None)[0, 0])
 
 
-def test_temperature_0_is_the_first_largest_logit():
+def test_temperature_0_selects_first_largest_logit():
     logits = random_logits(np.random.default_rng(4), tied=True)
     for row in logits:
         np.testing.assert_array_equal(law(row, temperature=0.0), np.eye(VOCAB)[np.argmax(row)])
@@ -176,13 +176,13 @@ def test_tiny_temperatures_do_not_overflow(temperature):
     np.testing.assert_array_equal(tied, [0, 1, 0, 0] if greedy and tied[1] == 1 else [0, 0.5, 0.5, 0])
 
 
-def test_huge_temperature_is_uniform():
+def test_huge_temperature_gives_uniform_distribution():
     np.testing.assert_allclose(law([-5.0, 7.0, 1.0, 0.0], temperature=1e30), 0.25)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, None], ids=["NaN", "+inf", "all -inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_law_give_no_mass(bad, temperature):
+def test_invalid_logits_give_zero_mass(bad, temperature):
     logits = np.full(7, -np.inf) if bad is None else np.array([0, 1, bad, 3, -np.inf, 2, 0.5])
     for settings in ({}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
         np.testing.assert_array_equal(law(logits, temperature=temperature, **settings), np.zeros(7))
@@ -197,13 +197,13 @@ def test_forbidden_tokens_have_no_mass():
 
 @pytest.mark.parametrize("size", [2, 8, 97])
 @pytest.mark.parametrize("top_p", [1e-9, 0.25, 0.5, 0.75])
-def test_top_p_of_equal_logits_drops_the_first_ones(top_p, size):
+def test_top_p_of_equal_logits_drops_first_tokens(top_p, size):
     """If all logits are tied, tokens are dropped in index order, and at least one is always kept."""
     logits = np.zeros(size)
     np.testing.assert_allclose(law(logits, top_p=top_p), oracle.sampling_law(logits, top_p=top_p), atol=1e-6)
 
 
-def test_filters_left_out_are_filters_at_their_off_value():
+def test_omitted_filters_equal_disabled_filters():
     logits = random_logits(np.random.default_rng(5), tied=False)
     prompt, lengths = np.zeros((ROWS, 1), np.int32), jnp.ones(ROWS, jnp.int32)
     written_out = shipped(logits, params_of([{}] * ROWS, VOCAB), prompt, lengths)
@@ -211,7 +211,7 @@ def test_filters_left_out_are_filters_at_their_off_value():
     np.testing.assert_allclose(written_out, left_out, atol=1e-7)
 
 
-def test_the_draft_may_have_its_own_temperature_and_top_p():
+def test_draft_may_have_its_own_temperature_and_top_p():
     params = SamplingParams(temperature=0.5, top_k=3, draft_temperature=0.9, draft_top_p=0.75)
     assert draft_transforms(params) == LogitsTransforms(np.float32(0.9), 3, 0.25, None, None, None, None, None)
     assert draft_transforms(SamplingParams(temperature=0.5)) == target_transforms(SamplingParams(temperature=0.5))

@@ -42,7 +42,7 @@ REFUSED = {
 }
 
 
-def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
+def test_sharded_output_equals_single_device_output(report):
     """All cases share one process, because its start and the single-device programs are a large part of the cost."""
     outcomes = _outcomes("quick")
     groups = {}
@@ -72,7 +72,7 @@ def test_the_text_is_that_of_one_device_wherever_the_arrays_lie(report):
 
 
 @pytest.mark.slow
-def test_everything_on_every_mesh(report):
+def test_every_program_on_every_mesh_equals_single_device(report):
     """Every drafter, rule and draft length, int8, bfloat16, vmap, and tuning give the output of one device."""
     found = _outcomes("slow")
     half, tuned = found.pop("half precision"), found.pop("tuned")

@@ -40,7 +40,7 @@ class Known(Stateless):
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "coupled"])
 @pytest.mark.parametrize("length", [K, jspec.UpTo(K)], ids=["fixed", "varying"])
-def test_each_round_is_counted_as_it_went(toy, rule, length):
+def test_each_round_is_counted(toy, rule, length):
     """Rows draft 0 to 4 tokens a round, of which the third is wrong. Decoding is greedy, so every round is known."""
     target, (tokens, lengths) = toy(0), (np.arange(5)[:, None] + 3, np.ones(5, np.int32))
     batch = tokens, lengths, jax.random.split(jax.random.key(0), 5)
@@ -59,7 +59,7 @@ def test_each_round_is_counted_as_it_went(toy, rule, length):
     np.testing.assert_array_equal(out.stats.acceptance_rate_at[3:], [[1, 1, 0, np.nan]] * 2)
 
 
-def test_the_limit_and_the_end_of_text_leave_drafts_unjudged(toy):
+def test_drafts_cut_by_limit_or_eos_are_not_counted_as_verified(toy):
     """Limits of 1 to 4 tokens cut a round that drafts two correct tokens and a wrong one."""
     target, batch = toy(0), (np.full((5, 1), 3), np.ones(5, np.int32), jax.random.split(jax.random.key(0), 5))
     text = jspec.generate(target, *batch, max_new_tokens=NEW, sampling=jspec.SamplingParams(temperature=0)).tokens
@@ -85,7 +85,7 @@ def test_the_limit_and_the_end_of_text_leave_drafts_unjudged(toy):
     ],
     ids=str,
 )
-def test_the_rate_is_that_of_the_judged_drafts(rule, length, report):
+def test_acceptance_rate_counts_only_verified_drafts(rule, length, report):
     """At temperature 1, the acceptance rate equals a recount from origins."""
     target, draft = toys.markov_pair(3)
     rows = 512
@@ -98,7 +98,7 @@ def test_the_rate_is_that_of_the_judged_drafts(rule, length, report):
     report(judged=int(out.stats.judged.sum()), rate=f"{rate:.3f}")
 
 
-def test_properties_are_numpy_of_numpy_and_jax_of_jax():
+def test_properties_return_numpy_for_numpy_and_jax_for_jax():
     counts = [np.array([2, 0], np.int32)] * 3
     by_depth = np.array([[2, 1], [0, 0]], np.int32), np.array([[3, 2], [0, 0]], np.int32)
     stats = Stats(*counts, *by_depth, np.zeros(2, bool), np.zeros(2, np.float32))

@@ -27,7 +27,7 @@ def trees(draw, most=9):
     return Tree(tuple(draw(st.integers(0, node)) for node in range(draw(st.integers(1, most)))))
 
 
-def test_a_chain_and_a_branching_tree():
+def test_chain_and_branching_constructors():
     assert Tree.chain(4).parents == (0, 1, 2, 3)
     assert Tree.chain(0).parents == () and Tree.chain(0).max_children == 0 and Tree.chain(0).max_depth == 0
     tree = Tree.branching((3, 2, 1))
@@ -39,7 +39,7 @@ def test_a_chain_and_a_branching_tree():
 
 @given(trees())
 @settings(max_examples=100, deadline=None)
-def test_depths_ancestors_and_children_are_those_of_walking_up(tree):
+def test_depths_ancestors_and_children_match_parent_walk(tree):
     for node in range(tree.size + 1):
         path, at = [node], node
         while at:
@@ -74,12 +74,12 @@ def _paths(tree):
         (3, "parents must be a sequence of ints; got 3"),
     ],
 )
-def test_what_is_no_tree_is_refused(parents, message):
+def test_invalid_tree_is_rejected(parents, message):
     with pytest.raises(ValueError, match=message):
         Tree(parents)
 
 
-def test_a_level_without_children_is_refused():
+def test_level_without_children_is_rejected():
     with pytest.raises(ValueError, match="Every number of children must be an int of at least 1; got 0"):
         Tree.branching((2, 0))
 
@@ -100,7 +100,7 @@ def _path(tree, node):
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("name", TREES)
-def test_every_node_is_read_as_the_end_of_its_path(name, family):
+def test_every_node_attends_only_to_its_path(name, family):
     tree, model = TREES[name], toys.tiny_llama(0, **MODELS[family])
     cache, prompts, lengths, nodes = _read(model, np.random.default_rng(1), tree)
     hidden, _ = model.forward(
@@ -112,7 +112,7 @@ def test_every_node_is_read_as_the_end_of_its_path(name, family):
         np.testing.assert_allclose(logits[b, node], model(text[None])[0, -1], atol=1e-5)
 
 
-def test_a_tree_is_read_level_by_level_as_at_once():
+def test_reading_tree_by_level_equals_reading_at_once():
     tree, model = TREES["3-2-1"], toys.tiny_llama(0)
     cache, _, lengths, nodes = _read(model, np.random.default_rng(2), tree)
     start = jnp.asarray(lengths - 1)
@@ -133,7 +133,7 @@ def test_a_tree_is_read_level_by_level_as_at_once():
         np.testing.assert_allclose(hidden, at_once[:, level], atol=1e-5)
 
 
-def test_a_tree_beside_a_cache_that_is_only_read():
+def test_tree_with_separate_past_cache_gives_same_states():
     tree, model = TREES["lopsided"], toys.tiny_llama(0)
     cache, _, lengths, nodes = _read(model, np.random.default_rng(3), tree)
     start = jnp.asarray(lengths - 1)
@@ -144,7 +144,7 @@ def test_a_tree_beside_a_cache_that_is_only_read():
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_the_path_that_is_kept_is_what_a_fresh_prefill_reads(name):
+def test_kept_path_equals_fresh_prefill(name):
     tree, model, rng = TREES[name], toys.tiny_llama(0), np.random.default_rng(4)
     cache, prompts, lengths, nodes = _read(model, rng, tree)
     start = jnp.asarray(lengths - 1)

@@ -59,12 +59,12 @@ def _unigram(row):
         (0.9, 10, 1.60, 6.86),
     ],
 )
-def test_leviathan_table_1(alpha, k, growth, gain):
+def test_values_match_leviathan_table_1(alpha, k, growth, gain):
     assert round(theory.operations(alpha, k, 0.0), 2) == growth
     assert round(theory.speedup(alpha, k, 0.0), 2) == gain
 
 
-def test_figures_quoted_in_the_papers_text():
+def test_values_quoted_in_papers_are_reproduced():
     assert round(theory.speedup(0.2, 3, 0.0), 2) == 1.25  # Leviathan et al., section 3.6: a bigram draft
     assert theory.expected_tokens(0.8, 10) > 4  # Stratos, section 1.1.1
 
@@ -91,7 +91,7 @@ def test_acceptance_rate_matches_simulated_draws():
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7])
-def test_expected_tokens_match_simulated_rounds_and_an_off_by_one_does_not(k):
+def test_expected_tokens_match_simulation_and_detect_off_by_one(k):
     p = _random_rows(3, 6)
     q = 0.7 * p + 0.3 * _random_rows(4, 6)
     alpha = theory.acceptance_rate(p, q)
@@ -102,7 +102,7 @@ def test_expected_tokens_match_simulated_rounds_and_an_off_by_one_does_not(k):
     assert not _within_noise(tokens, theory.expected_tokens(alpha, k + 1))
 
 
-def test_speedup_and_operations_match_the_cost_of_simulated_rounds():
+def test_speedup_and_operations_match_simulated_costs():
     k, c, c_hat = 3, 0.1, 0.05
     p, q = _random_rows(5, 6), _random_rows(6, 6)
     alpha = theory.acceptance_rate(p, q)
@@ -112,7 +112,7 @@ def test_speedup_and_operations_match_the_cost_of_simulated_rounds():
     assert _within_noise(tokens / arithmetic, 1 / theory.operations(alpha, k, c_hat))
 
 
-def test_conditional_rates_predict_dependent_positions_where_one_rate_cannot():
+def test_conditional_rates_predict_dependent_positions():
     """The bigram draft is perfect only after token 1, so surviving rounds tend to have passed through that token."""
     p, q, k = _random_rows(7, 3, 3), _random_rows(8, 3, 3), 5
     p[1] = q[1]
@@ -146,7 +146,7 @@ def test_equal_and_disjoint_distributions():
 
 
 @pytest.mark.parametrize("scale", [0.99992, 1.00008])
-def test_rows_that_sum_to_one_only_roughly_are_normalised(scale):
+def test_rows_that_sum_only_roughly_to_one_are_normalised(scale):
     p = np.array([0.25, 0.75])
     assert theory.expected_tokens(theory.acceptance_rate(p * scale, p), 4) == pytest.approx(5, rel=1e-14)
 
@@ -177,7 +177,7 @@ def test_equal_conditional_rates_reduce_to_equation_1(alpha, k):
 
 
 @given(RATES, RATES, DRAFTS, COSTS)
-def test_a_better_draft_never_hurts(one, other, k, c):
+def test_higher_acceptance_rate_never_hurts(one, other, k, c):
     low, high = sorted([one, other])
     assert 1 <= theory.expected_tokens(low, k) <= theory.expected_tokens(high, k) <= k + 1
     assert theory.speedup(low, k, c) <= theory.speedup(high, k, c)
@@ -185,7 +185,7 @@ def test_a_better_draft_never_hurts(one, other, k, c):
 
 
 @given(RATES, DRAFTS)
-def test_more_drafts_give_no_fewer_tokens_and_each_gives_less(alpha, k):
+def test_more_draft_tokens_help_with_diminishing_returns(alpha, k):
     fewer, here, more = theory.expected_tokens(alpha, np.arange(k, k + 3))
     assert fewer <= here <= more
     assert more - here <= here - fewer + 1e-13
@@ -204,7 +204,7 @@ def test_optimal_k_beats_every_other_k(alpha, c, max_k):
 
 
 @given(RATES, COSTS)
-def test_speculation_pays_only_where_alpha_exceeds_the_cost(alpha, c):
+def test_speculation_pays_only_if_alpha_exceeds_cost(alpha, c):
     best = theory.optimal_k(alpha, c)
     assert best == 0 or alpha > c
     assert theory.speedup(alpha, best, c) >= theory.speedup_lower_bound(alpha, c)
@@ -264,6 +264,6 @@ def test_functions_work_elementwise_over_arrays():
         (lambda: theory.optimal_k(-0.5, 0.1), "alpha is -0.5"),
     ],
 )
-def test_bad_input_is_named(call, message):
+def test_bad_input_is_reported(call, message):
     with pytest.raises(ValueError, match=message):
         call()

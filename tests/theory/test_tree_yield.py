@@ -18,12 +18,12 @@ def all_trees(num_nodes, max_depth, max_children):
             yield tree
 
 
-def test_a_chain_brings_what_the_theorem_says():
+def test_chain_yield_matches_theorem():
     assert theory.tree_yield(Tree.chain(4), [0.7]) == pytest.approx(theory.expected_tokens(0.7, 4))
     assert theory.tree_yield(Tree.branching((2, 1)), [0.5, 0.3]) == pytest.approx(1 + 0.8 + 0.5 * 0.5 + 0.3 * 0.5)
 
 
-def test_the_yield_is_that_of_walking_down(report):
+def test_tree_yield_matches_simulated_walk(report):
     tree, rates, rng = Tree((0, 0, 1, 1, 2, 4)), np.array([0.6, 0.3]), np.random.default_rng(0)
     tokens, rounds = 0, 20_000
     for _ in range(rounds):
@@ -42,7 +42,7 @@ def test_the_yield_is_that_of_walking_down(report):
 
 @pytest.mark.parametrize("rates", [SEQUOIA[:3], (0.3, 0.5, 0.1), (0.9, 0.0), (0.4,), (0.0, 0.6)])
 @pytest.mark.parametrize("max_depth", [1, 2, 6])
-def test_no_tree_is_better(rates, max_depth):
+def test_best_tree_is_optimal_by_enumeration(rates, max_depth):
     for num_nodes in range(1, 7):
         best = theory.best_tree(rates, num_nodes, max_depth)
         assert best.max_depth <= max_depth and best.max_children <= len(rates) and best == best.by_depth()
@@ -71,11 +71,11 @@ def test_published_acceptance_gives_known_shapes():
         (((0.5,), 3, 1.5), "max_depth must be an int of at least 1; got 1.5"),
     ],
 )
-def test_impossible_numbers_are_refused(arguments, message):
+def test_invalid_numbers_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         theory.best_tree(*arguments)
 
 
-def test_a_tree_with_more_children_than_rates_is_refused():
+def test_tree_with_more_children_than_rates_is_rejected():
     with pytest.raises(ValueError, match="has 3 children, but acceptance_by_rank has only 2 rates"):
         theory.tree_yield(Tree.branching((3,)), (0.5, 0.2))
