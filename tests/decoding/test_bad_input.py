@@ -176,7 +176,7 @@ def _is_one_sentence(error):
 
 
 @pytest.mark.parametrize(("name", "value", "message"), FLAT, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(FLAT)])
-def test_bad_input_is_refused_in_one_sentence(models, no_device_work, name, value, message):
+def test_bad_input_is_rejected_in_one_sentence(models, no_device_work, name, value, message):
     arguments = {**models, **GOOD, name: value}
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         _call(jspec.speculative_generate, **arguments)
@@ -203,7 +203,7 @@ TUNING = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [(n, v, m) for n, values, m in TUNING for v in values])
-def test_bad_input_to_tune_too(models, no_device_work, name, value, message):
+def test_bad_input_to_tune_is_rejected_in_one_sentence(models, no_device_work, name, value, message):
     good = {name: GOOD[name] for name in ("tokens", "lengths", "keys")}
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         jspec.tune(**{**models, **good, name: value})
@@ -211,13 +211,13 @@ def test_bad_input_to_tune_too(models, no_device_work, name, value, message):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float8", "int32", np.int8, object()])
-def test_a_dtype_that_no_model_has(dtype):
+def test_unsupported_dtype_is_rejected(dtype):
     with pytest.raises(ValueError, match="is not supported; expected one of float32, bfloat16, float16") as caught:
         jspec.load("no/such/model", dtype=dtype)
     assert _is_one_sentence(caught.value)
 
 
-def test_how_many_were_tried(report):
+def test_enough_bad_values_are_tried(report):
     report(bad_values=len(FLAT), arguments=len({name for name, *_ in FLAT}))
     assert len(FLAT) >= 120
 
@@ -228,7 +228,7 @@ def test_vocabularies_must_match(models, narrow, no_device_work):
     assert _is_one_sentence(caught.value)
 
 
-def test_a_draft_with_too_short_a_context_is_refused(models, toy, no_device_work):
+def test_draft_with_too_short_context_is_rejected(models, toy, no_device_work):
     draft = toy(1, max_position_embeddings=12)
     with pytest.raises(ValueError, match="13 positions, but the draft model has 12") as caught:
         jspec.speculative_generate(**{**models, "draft": draft}, **GOOD)
@@ -236,7 +236,7 @@ def test_a_draft_with_too_short_a_context_is_refused(models, toy, no_device_work
 
 
 @pytest.mark.parametrize("function", [jspec.generate, jspec.speculative_generate])
-def test_misspelt_options_are_refused(models, no_device_work, function):
+def test_misspelt_options_are_rejected(models, no_device_work, function):
     arguments = {**models, **GOOD}
     if function is jspec.generate:
         del arguments["draft"], arguments["num_draft_tokens"]
@@ -246,7 +246,7 @@ def test_misspelt_options_are_refused(models, no_device_work, function):
         jspec.SamplingParams(topk=3)
 
 
-def test_lists_are_as_good_as_arrays(models, quick_compile):
+def test_lists_and_numpy_integers_are_accepted(models, quick_compile):
     """Lists work like arrays and NumPy integers like Python's. A rejected call leaves nothing behind."""
     with pytest.raises(ValueError, match="lengths"):
         jspec.speculative_generate(**models, **{**GOOD, "lengths": [5, 0, 1]}, eos_ids=np.array([3]))
@@ -257,7 +257,7 @@ def test_lists_are_as_good_as_arrays(models, quick_compile):
         np.testing.assert_array_equal(out.tokens, expected.tokens)
 
 
-def test_parameters_may_be_lists(models, quick_compile):
+def test_sampling_parameters_may_be_lists(models, quick_compile):
     """Parameters may be lists of numbers and, inside `jax.jit`, lists of traced values."""
     arrays = {"temperature": [0.0, 0.5, 1.0], "max_tokens": [3, 0, 5], "logit_bias": np.linspace(0, 1, V).tolist()}
     expected = jspec.generate(
@@ -276,7 +276,7 @@ def test_parameters_may_be_lists(models, quick_compile):
     np.testing.assert_array_equal(jax.jit(traced)(models["target"], 0.5).tokens, expected.tokens)
 
 
-def test_while_traced_shapes_are_still_checked(models):
+def test_traced_shapes_are_still_checked(models):
     def traced(**changes):
         arguments = {**GOOD, **changes}
         arrays = {name: arguments.pop(name) for name in ("tokens", "lengths", "keys")}
@@ -293,7 +293,7 @@ def test_while_traced_shapes_are_still_checked(models):
             traced(**changes)
 
 
-def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, quick_compile):
+def test_row_with_invalid_logits_is_marked_and_stops_alone(models, prompts, quick_compile):
     """A row with NaN or all -inf logits, which only the program can find, emits no token and is marked `invalid`.
 
     Other rows are unaffected.
@@ -341,10 +341,10 @@ def test_a_row_whose_target_has_no_law_says_so_and_stops_alone(models, prompts, 
         (lambda: jspec.Relaxed(3, float("nan")), "tau must be a number above 0"),
     ],
 )
-def test_impossible_numbers_of_rules_are_refused(make, message):
+def test_invalid_rule_parameters_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_numpy_numbers_of_rules_are_numbers():
+def test_rule_parameters_may_be_numpy_numbers():
     assert jspec.Lenient(np.float32(0.5)) == jspec.Lenient(0.5) and jspec.TopK(np.int64(2)) == jspec.TopK(2)

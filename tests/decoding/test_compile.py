@@ -79,13 +79,13 @@ def _call(models, batch, **options):
     return jspec.speculative_generate(*models, *batch, max_new_tokens=NEW, num_draft_tokens=K, **options)
 
 
-def test_inside_jit(models, outside):
+def test_jit_gives_same_output(models, outside):
     batches, expected = outside
     batch = jax.tree.map(lambda leaf: leaf[0], batches)
     np.testing.assert_array_equal(jax.jit(_call)(models, batch).tokens, expected[0])
 
 
-def test_settings_and_ends_may_be_traced_too(models, outside):
+def test_sampling_and_eos_ids_may_be_traced(models, outside):
     batch = jax.tree.map(lambda leaf: leaf[1], outside[0])
     sampling = jspec.SamplingParams(temperature=jnp.array([0.0, 0.5, 1.0]), top_k=jnp.array([0, 9, 3]))
     options = {"sampling": sampling, "eos_ids": jnp.array([3, 4]), "pad_id": jnp.array(7)}
@@ -93,13 +93,13 @@ def test_settings_and_ends_may_be_traced_too(models, outside):
     np.testing.assert_array_equal(inside.tokens, _call(models, batch, **options).tokens)
 
 
-def test_inside_scan(models, outside):
+def test_scan_gives_same_output(models, outside):
     batches, expected = outside
     tokens = jax.jit(lambda: jax.lax.scan(lambda _, batch: (None, _call(models, batch).tokens), None, batches)[1])()
     np.testing.assert_array_equal(tokens, expected)
 
 
-def test_inside_vmap(models, outside):
+def test_vmap_gives_same_output(models, outside):
     batches, expected = outside
     np.testing.assert_array_equal(jax.jit(jax.vmap(lambda batch: _call(models, batch).tokens))(batches), expected)
 
@@ -141,7 +141,7 @@ def _shape_and_op(line):
     ["plain", "model", "early exit", "varying length", *(pytest.param(name, marks=pytest.mark.slow) for name in HEADS)],
 )
 @pytest.mark.parametrize("rows", by_default((1, 5), (5,)))
-def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, kind, as_shipped, report):
+def test_decode_loop_copies_no_cache_and_never_calls_host(toy, prompts, rows, kind, as_shipped, report):
     """The widths are odd, so that no other array has a cache's size."""
     target, draft = toy(0, num_hidden_layers=2), toy(0, num_key_value_heads=4)
     batch, new, k = prompts([7, 3, 1, 2, 5][:rows]), 31, 0 if kind == "plain" else K
@@ -182,7 +182,7 @@ def test_the_loop_copies_no_cache_and_never_calls_the_host(toy, prompts, rows, k
     assert not host
 
 
-def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compile):
+def test_number_types_do_not_cause_recompilation(models, prompts, quick_compile):
     batch = prompts([4, 1, 6], seed=1)
 
     def call(temperature, max_tokens):
@@ -197,7 +197,7 @@ def test_the_kind_of_number_does_not_compile_again(models, prompts, quick_compil
         assert programs_now == programs
 
 
-def test_it_runs_with_64_bit_types_enabled(models, prompts, quick_compile):
+def test_decoding_works_with_64_bit_types_enabled(models, prompts, quick_compile):
     tokens, lengths, keys = prompts([4, 1, 6], seed=1)
     sampling = jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.7]), max_tokens=np.array([0, 9, 5]))
     options = {"max_new_tokens": NEW, "sampling": sampling}

@@ -97,7 +97,7 @@ class Compiled:
         ("slice-start = (bf16[8,4]{1,0}, bf16[2,4]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%w)", 16, 0),
     ],
 )
-def test_bytes_between_memories(start, read, written):
+def test_async_copies_count_bytes_read_and_written(start, read, written):
     """A copy lists its destination first; other operations list their source first."""
     here = Module(f"ENTRY main {{\n  %w = bf16[8,4]{{1,0}} parameter(0)\n  ROOT %{start}\n}}\n").computations["main"]
     assert traffic(here[start.split(" ")[0]], here, {"main": here}) == (read, written)
@@ -110,7 +110,7 @@ def program(monkeypatch):
     return compiled.read(Compiled(TEXT))
 
 
-def test_kernels_by_part(program):
+def test_kernels_are_assigned_to_parts(program):
     found = [(kernel.name, kernel.part, kernel.times) for kernel in program.kernels]
     assert found == [
         ("done", "draft", 1),
@@ -130,7 +130,7 @@ def test_kernels_by_part(program):
     ("name", "read", "written", "products"),
     [("one", 8 + 4, 16, 0), ("kept", 8 + 4, 8, 0), ("small", 16, 8, 0), ("product", 8 + 128, 64, 2 * 4 * 16)],
 )
-def test_bytes_and_products(name, read, written, products):
+def test_traffic_and_flops_match_hand_counts(name, read, written, products):
     """Only the cache row that is read and the one that is written count as traffic."""
     module = Module(TEXT)
     here = module.computations["round"]
@@ -138,7 +138,7 @@ def test_bytes_and_products(name, read, written, products):
     assert flops(here[name], here, module.computations) == products
 
 
-def test_what_is_on_the_chip_is_not_read_from_memory():
+def test_on_chip_buffers_are_not_counted_as_reads():
     text = TEXT.replace("%small = bf16[1,4]{1,0} convert(%one)", "%small = bf16[1,4]{1,0:T(8,128)S(1)} convert(%one)")
     module = Module(text)
     here = module.computations["round"]
@@ -167,26 +167,26 @@ condition:
 """
 
 
-def test_what_a_round_launches():
+def test_graph_launches_per_round_are_counted():
     """The inner loop runs three times and evaluates its condition four times."""
     assert graphs.of_round(LAUNCHES, [3]) == graphs.Graphs(launched=1 + 3, captured=2 + 3, outside=1 + 4 + 3 + 1)
     assert graphs.of_round("", []) is None
 
 
-def test_a_loop_over_rows_is_seen(program):
+def test_serial_loop_over_rows_is_detected(program):
     serial = TEXT.replace("body/draft/while", "body/verify/scatter").replace("direction=LT", "direction=GT")
     found = compiled.read(Compiled(serial))
     assert found.loops == ["jit(decode_program)/while/body/verify/scatter"] and found.waits == 1
     assert found.count() < program.count()  # its number of iterations is unknown
 
 
-def test_who_waits_for_the_host_is_seen(program):
+def test_host_callback_is_detected(program):
     called = 'custom-call(%one), custom_call_target="xla_ffi_python_gpu_callback"'
     found = compiled.read(Compiled(TEXT.replace("convert(%one)", called)))
     assert (program.host, found.host) == (0, 1)
 
 
-def test_predictions_are_sums(program):
+def test_predictions_sum_over_kernels(program):
     device = dataclasses.replace(devices.DEVICES["h100"], bandwidth=1e9, flops=1e9, launch=1e-3)
     rows = {row["part"]: row for row in compiled.table(program, device)}
     assert rows["a round"]["kernels"] == 12 and rows["draft step"]["copies"] == 3
@@ -196,7 +196,7 @@ def test_predictions_are_sums(program):
 
 
 @pytest.mark.parametrize("draft_length", [0, 3])
-def test_the_shipped_program_is_read(quick_compile, draft_length):
+def test_shipped_program_is_parsed(quick_compile, draft_length):
     """The program is lowered from shapes alone, for the platform that JAX runs on."""
     model = abstract.model(TOY, "float32")
     setting = abstract.Setting(batch=2, width=5, new_tokens=9, draft_length=draft_length)
@@ -220,13 +220,13 @@ def test_the_shipped_program_is_read(quick_compile, draft_length):
         (lambda: devices.topology(devices.DEVICES["v5e"], 3), "no topology of 3 TPUs.*1, 4, 8, 16"),
     ],
 )
-def test_mistakes(call, words):
+def test_mistakes_are_rejected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
 
 @pytest.mark.parametrize(("version", "words"), [(None, "cuda12-plugin is not installed"), ("0.0.1", "is 0.0.1 and")])
-def test_an_environment_that_cannot_compile_for_it(monkeypatch, version, words):
+def test_missing_or_outdated_cuda_plugin_is_rejected(monkeypatch, version, words):
     ours = devices.metadata.version
 
     def found(package):
@@ -253,7 +253,7 @@ def test_either_cuda_plugin_suffices(monkeypatch):
     devices._check_plugin("cuda")
 
 
-def test_int8_drafts_are_of_int8():
+def test_int8_pair_has_int8_draft():
     _, draft = abstract.pair("109m:int8", "bfloat16")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(draft)} == {"int8", "float32", "bfloat16"}
     assert isinstance(draft, jspec.Llama)

@@ -104,20 +104,20 @@ def test_no_implicit_promotion(pair, batch, name):
 
 
 @pytest.mark.parametrize("name", by_default(list(PATHS), ["plain", "rejection", "lookup", "tree", "without a receipt"]))
-def test_no_implicit_transfer_and_no_surprising_nan(pair, batch, name):
+def test_no_implicit_transfer_and_no_nan(pair, batch, name):
     out = check(pair, batch, name, strict())
     assert (np.asarray(out.lengths) > 0).all() and not np.asarray(out.stats.invalid).any()
 
 
 @pytest.mark.parametrize("name", by_default(list(PATHS), ["plain", "coupled"]))
-def test_without_jit(pair, batch, name):
+def test_output_without_jit_is_the_same(pair, batch, name):
     """The output without jit is also the same."""
     out = check(pair, batch, name, jax.disable_jit())
     np.testing.assert_array_equal(out.tokens, check(pair, batch, name, contextlib.nullcontext()).tokens)
 
 
 @pytest.mark.parametrize("flag", [strict, explicit_types])
-def test_texts_and_an_engine(flag):
+def test_complete_and_stream_agree_under_flags(flag):
     """`complete` decodes in a single call, `stream` with an engine, and both give the same text."""
     target = toys.tiny_llama(0, vocab_size=text_pair.RAW["vocab_size"])
     tokenizer, how = text_pair.tokenizer(), {"max_new_tokens": 4, "sampling": jspec.SamplingParams(0.8, top_k=3)}
@@ -127,7 +127,7 @@ def test_texts_and_an_engine(flag):
     assert "".join(part.text for part in parts) == text.text
 
 
-def test_a_transfer_guard_is_for_the_callers_arrays(pair, batch):
+def test_transfer_guard_rejects_host_arrays(pair, batch):
     """Host arrays raise JAX's own error, and the stricter guard forbids even numbers from the host."""
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         jspec.generate(pair[0], *map(np.asarray, batch[:2]), batch[2], max_new_tokens=3)

@@ -35,13 +35,13 @@ def generate(**options):
     return jspec.generate(TARGET, **{"tokens": TOKENS, "lengths": LENGTHS, "keys": KEYS, "max_new_tokens": 3} | options)
 
 
-def test_a_call_does_not_wait_for_its_inputs(busy):
+def test_call_does_not_wait_for_its_inputs(busy):
     arrays = {"tokens": jnp.asarray(TOKENS), "lengths": jnp.asarray(LENGTHS), "eos_ids": jnp.array([2])}
     fields = {"temperature": jnp.float32(0.5), "max_tokens": jnp.array([2, 3]), "logit_bias": jnp.zeros(8)}
     generate(**arrays, pad_id=jnp.int32(0), sampling=jspec.SamplingParams(**fields))
 
 
-def test_values_that_are_there_are_checked():
+def test_computed_arrays_are_validated():
     with pytest.raises(ValueError, match="outside the vocabulary"):
         generate(tokens=jax.block_until_ready(jnp.full((2, 24), 8)))
 
@@ -56,7 +56,7 @@ def test_values_that_are_there_are_checked():
         ({"max_new_tokens": 64, "sampling": jspec.SamplingParams(max_tokens=np.array([3, 0]))}, True),
     ],
 )
-def test_limits_that_shapes_decide_are_checked_inside_jit(options, refused):
+def test_length_limits_are_checked_inside_jit(options, refused):
     """Inside jit, a prompt is known only to have at least one token."""
 
     def call(tokens, lengths, keys):
@@ -70,7 +70,7 @@ def test_limits_that_shapes_decide_are_checked_inside_jit(options, refused):
         jax.eval_shape(call, *shapes)
 
 
-def test_rows_that_fit_by_their_own_limits_are_decoded():
+def test_rows_may_have_their_own_length_limits():
     limits = jspec.SamplingParams(max_tokens=[16, 30])
     assert generate(max_new_tokens=30, sampling=limits).lengths.tolist() == [16, 30]
     for max_tokens, row in (([17, 30], 0), ([16, 31], 1), ([0, 1], 0)):
@@ -78,7 +78,7 @@ def test_rows_that_fit_by_their_own_limits_are_decoded():
             generate(max_new_tokens=31, sampling=jspec.SamplingParams(max_tokens=max_tokens))
 
 
-def test_traced_parameters_know_which_filters_are_off():
+def test_traced_parameters_omit_disabled_filters():
     """A field at its default is not a child of the pytree, for any number type."""
     seen = []
 
@@ -96,7 +96,7 @@ def test_traced_parameters_know_which_filters_are_off():
     assert len(seen) == 2
 
 
-def test_parameters_are_mapped_stacked_and_named():
+def test_parameters_work_with_vmap_key_paths_and_pickle():
     rows = jax.vmap(lambda sampling: sampling.temperature + sampling.top_k)(
         jspec.SamplingParams(temperature=jnp.ones(2), top_k=jnp.arange(2))
     )
@@ -107,7 +107,7 @@ def test_parameters_are_mapped_stacked_and_named():
     assert pickle.loads(pickle.dumps(params)) == params == jax.tree.map(lambda x: x, params)
 
 
-def test_a_tree_of_parameters_keeps_its_structure():
+def test_parameter_pytree_keeps_its_structure():
     """The structure is the same for any leaves: a `jax.vmap` axis may be 0, which is the default of some fields."""
     params = jspec.SamplingParams(temperature=jnp.ones(2), top_k=jnp.arange(2), top_p=jnp.full(2, 0.5))
     axes, structure = jax.tree.map(lambda _: 0, params), jax.tree.structure(params)
@@ -138,21 +138,21 @@ def exported(*shapes):
     return jax.export.export(jax.jit(call))(*shapes, jspec.SamplingParams(top_k=2))
 
 
-def test_a_program_is_exported_and_serialised():
+def test_program_is_exported_and_serialised():
     again = jax.export.deserialize(exported(TOKENS, LENGTHS, KEYS).serialize())
     out = again.call(TOKENS, LENGTHS, KEYS, jspec.SamplingParams(top_k=2))
     assert isinstance(out, jspec.Output)
     np.testing.assert_array_equal(out.tokens, generate(sampling=jspec.SamplingParams(top_k=2)).tokens)
 
 
-def test_symbolic_shapes_are_refused():
+def test_symbolic_shapes_are_rejected():
     (b,) = jax.export.symbolic_shape("b")
     shapes = [jax.ShapeDtypeStruct((b, *part.shape[1:]), part.dtype) for part in (TOKENS, LENGTHS, KEYS)]
     with pytest.raises(ValueError, match=r"symbolic shape \(b, 24\), but a decoding program has one fixed shape"):
         exported(*shapes)
 
 
-def test_reverse_mode_says_what_to_do_and_forward_mode_works():
+def test_reverse_mode_is_an_error_and_forward_mode_works():
     def loss(table):
         out = jspec.generate(toys.MarkovModel(table), TOKENS, LENGTHS, KEYS, max_new_tokens=3)
         return out.logprobs.sum() + out.raw_logprobs.sum()
@@ -165,7 +165,7 @@ def test_reverse_mode_says_what_to_do_and_forward_mode_works():
     np.testing.assert_allclose(slope, 0, atol=1e-4)  # adding a constant to all logits changes no distribution
 
 
-def test_a_learner_is_pickled_in_the_middle(prompts):
+def test_pickled_learner_continues_identically(prompts):
     """A restored learner learns the same from the next sequences, bit for bit."""
     target = toys.tiny_llama(0)
     learner = jspec.online.Learner(target, heads.medusa(target, 2), depth=2, batch=2, length=16)
@@ -182,7 +182,7 @@ def test_a_learner_is_pickled_in_the_middle(prompts):
     assert len(again.scores) == len(learner.scores) == 3
 
 
-def test_a_drafter_is_saved_by_orbax(tmp_path):
+def test_orbax_restores_drafter(tmp_path):
     """Orbax saves the drafter's leaves, as the documentation describes."""
     drafter = heads.medusa(TARGET, 2)
     leaves, structure = jax.tree.flatten(drafter)
@@ -197,7 +197,7 @@ REQUEST = Request((1, 2, 3), 4, jspec.SamplingParams(temperature=0.0))
 
 
 @pytest.mark.parametrize("changed", ["target", "draft"])
-def test_an_engine_refuses_requests_after_an_update(changed):
+def test_engine_rejects_requests_after_weight_update(changed):
     target = toys.tiny_llama(0)
     draft = toys.tiny_llama(1, 1, related_to=target)
     engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
@@ -220,7 +220,7 @@ def test_an_engine_refuses_requests_after_an_update(changed):
     assert len(first.tokens) == 4
 
 
-def test_an_engine_takes_equal_copies_of_its_weights(monkeypatch):
+def test_engine_accepts_equal_copies_of_its_weights(monkeypatch):
     """A step under `nnx.jit` leaves new arrays even in a model that it only reads."""
     target, draft = toys.tiny_llama(0), toys.tiny_llama(1, 1)
     engine = Engine(target, draft, slots=1, max_length=32, num_draft_tokens=1, chunks=(8,))
@@ -248,7 +248,7 @@ def changed_element(x):
 
 
 @pytest.mark.parametrize("change", [changed_dtype, changed_element, lambda x: x * jnp.nan, lambda x: x[..., None]])
-def test_weights_of_other_values_or_types_are_an_update(change):
+def test_changed_weights_are_detected(change):
     target = toys.tiny_llama(0)
     engine = Engine(target, slots=1, max_length=32, chunks=(8,))
     nnx.update(target, jax.tree.map(change, nnx.state(target)))
@@ -256,7 +256,7 @@ def test_weights_of_other_values_or_types_are_an_update(change):
         engine.stream_sync(REQUEST)
 
 
-def test_an_engine_says_that_its_weights_were_deleted():
+def test_engine_reports_deleted_weights():
     """The error comes before a request, or in the middle of one, which then ends at once."""
     target = toys.tiny_llama(0)
     engine = Engine(target, slots=1, max_length=32, chunks=(8,), rounds=1)

@@ -49,7 +49,7 @@ TEXTS = [[10, 11, 12, 13, 14, 15, 16, 17], [20, 21, 22, 23], [30, 31, 32, 33, 34
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("measured", ["by mask", "by width"])
-def test_padding_on_the_left_is_found_and_on_the_right_it_is_not(ids, starts, measured):
+def test_left_padding_is_detected_and_right_padding_is_not(ids, starts, measured):
     pad, bos, _ = ids
     texts = [[bos, *text] if starts and bos is not None else text for text in TEXTS]
     tokens, lengths = padded(texts, pad, "left")
@@ -59,7 +59,7 @@ def test_padding_on_the_left_is_found_and_on_the_right_it_is_not(ids, starts, me
 
 
 @pytest.mark.parametrize("pad", [0, OTHER])
-def test_an_id_that_the_model_does_not_name_pads_too(pad):
+def test_padding_with_id_not_in_config_is_detected(pad):
     """Such padding is found from the attention mask's lengths, or because BOS comes after it."""
     ids = (None, BOS, EOS)
     tokens, lengths = padded(TEXTS, pad, "left")
@@ -98,27 +98,27 @@ TEXT = {
 
 
 @pytest.mark.parametrize("case", TEXT)
-def test_text_is_not_padding(case):
+def test_text_is_not_taken_for_padding(case):
     tokens, lengths, ids = TEXT[case]
     assert refused(np.array(tokens), np.array(lengths), ids) is None
     check_right_padded(np.array(tokens), np.array(lengths), types.SimpleNamespace())  # a third-party config
 
 
 @pytest.mark.parametrize("ids", [IDS["a pad of its own"], IDS["no bos"]])
-def test_a_single_pad_is_found_by_the_lengths(ids):
+def test_single_pad_token_is_detected(ids):
     tokens, lengths = padded([[10, 11, 12], [20, 21]], PAD, "left")
     assert "tokens[1] begins with the id 9 (1 in a row)" in refused(tokens, lengths, ids)
     assert "tokens[1] begins with the id 9 (1 in a row)" in refused(tokens, np.full_like(lengths, 3), ids)
 
 
 @pytest.mark.parametrize("measured", ["by mask", "by width"])
-def test_a_single_eos_before_bos_is_found(measured):
+def test_single_eos_before_bos_is_detected(measured):
     tokens, lengths = padded([[BOS, 11, 12], [BOS, 21]], EOS, "left")
     lengths = lengths if measured == "by mask" else np.full_like(lengths, 3)
     assert "tokens[1] begins with the id 2 (1 in a row)" in refused(tokens, lengths, IDS["pad is eos"])
 
 
-def test_text_may_begin_with_the_pad_id_in_every_call(toy):
+def test_text_may_begin_with_pad_id(toy):
     target, words = toy(0, pad_token_id=PAD, bos_token_id=None, eos_token_ids=(EOS,)), _words()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
     text = f"w{PAD} w10 w11"
@@ -129,7 +129,7 @@ def test_text_may_begin_with_the_pad_id_in_every_call(toy):
     assert len(done.tokens) == len(streamed) > 0
 
 
-def test_every_way_in_refuses_what_transformers_pads_on_the_left(toy):
+def test_every_entry_point_rejects_left_padding(toy):
     target = toy(0, pad_token_id=PAD, bos_token_id=BOS, eos_token_ids=(EOS,))
     words = transformers.PreTrainedTokenizerFast(tokenizer_object=_words(), pad_token="w9", padding_side="left")
     batch = words(["w1 w10 w11 w12", "w1 w20"], padding=True, return_tensors="np")

@@ -80,7 +80,7 @@ def _options(size, eos, limits):
 
 
 @pytest.mark.parametrize("k", by_default(range(1, 9), (1, 5)))
-def test_end_of_text_and_limit_at_every_place_of_a_round(toy, prompts, k, report):
+def test_eos_and_limit_at_every_position_of_a_round(toy, prompts, k, report):
     """Each row tests one pair (EOS at token i, limit after token j) in the second round."""
     target = toy(0)
     i, j = (axis.ravel() for axis in np.meshgrid(np.arange(k + 2), np.arange(k + 2)))
@@ -104,7 +104,7 @@ def test_end_of_text_and_limit_at_every_place_of_a_round(toy, prompts, k, report
     assert min(at_eos, at_limit) > 0
 
 
-def test_plain_decoding_stops_at_the_same_places(toy, prompts):
+def test_plain_decoding_stops_at_same_positions(toy, prompts):
     target, batch = toy(0), prompts(1 + np.arange(16) % 6, seed=3)
 
     def decode(eos, limits):
@@ -118,7 +118,7 @@ def test_plain_decoding_stops_at_the_same_places(toy, prompts):
         _assert_row(out, row, _cut(free, row, eos[row], limits[row], 0))
 
 
-def test_any_of_several_end_tokens_ends_a_row(toy, prompts):
+def test_any_of_several_eos_ids_ends_a_row(toy, prompts):
     """All rows may share the ids, or each row may have its own number of ids, padded with -1."""
     target, draft, batch = toy(0), toy(*DRAFTS["related"]), prompts([3, 5, 2, 8])
     options = {"max_new_tokens": NEW, "num_draft_tokens": 2, "pad_id": PAD}
@@ -139,7 +139,7 @@ def test_any_of_several_end_tokens_ends_a_row(toy, prompts):
     check(own, lambda row: own[row][own[row] >= 0])
 
 
-def test_statistics_hold_together(toy, prompts, report):
+def test_statistics_are_consistent(toy, prompts, report):
     target, draft = toy(0), toy(*DRAFTS["related"])
     batch = prompts(1 + np.arange(64) % 6, seed=9)
     out = _decode(target, draft, batch, 6, np.arange(64)[:, None] % 61, 1 + np.arange(64) % NEW)
@@ -172,7 +172,7 @@ def _log_law(logits, temperature, top_k):
     return scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
 
 
-def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, report):
+def test_logprobs_equal_distribution_sampled_from(toy, prompts, report):
     target, draft = toy(0), toy(*DRAFTS["related"])
     tokens, lengths, keys = prompts([3, 1, 6, 4, 2, 5])
     temperature, top_k = np.array([0.5, 1.0, 1.5, 0.8, 1.0, 2.0]), np.array([61, 5, 20, 3, 61, 2])
@@ -193,7 +193,7 @@ def test_log_probabilities_are_those_of_the_law_sampled_from(toy, prompts, repor
     assert worst <= 1e-4
 
 
-def test_the_last_position_of_the_context_can_be_used(toy, prompts):
+def test_last_context_position_is_usable(toy, prompts):
     """Prompt + max_new_tokens = max_position_embeddings decodes as with a longer context; one more is rejected."""
     batch = prompts([12, 3, 12, 7])
     short, long = (toy(0, max_position_embeddings=n) for n in (32, 256))

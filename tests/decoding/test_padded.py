@@ -35,7 +35,7 @@ def padded(model, empty, scale=3):
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_rows_behind_the_vocabulary_are_never_meant(toy, prompts, name, report):
+def test_draft_padding_rows_do_not_change_output(toy, prompts, name, report):
     batch, target, draft = prompts([7, 1, 4]), toy(0), toy(0, distance=0.2)
     options = {"max_new_tokens": 24, "num_draft_tokens": 3}
     expected, out = (
@@ -56,7 +56,7 @@ BEHIND = {
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["mixture", pytest.param("cascade", marks=pytest.mark.slow)])
-def test_rows_behind_the_draft_s_vocabulary_are_never_drafted(toy, prompts, name, report):
+def test_target_padding_rows_are_never_drafted(toy, prompts, name, report):
     """A target whose padding is forbidden by a bias equals the target without padding."""
     batch, target, draft = prompts([7, 1, 4]), toy(0), BEHIND[name](toy(0, distance=0.2))
     forbidden = jspec.SamplingParams(logit_bias=np.where(np.arange(PADDED) < V, 0, -np.inf))
@@ -71,7 +71,7 @@ def test_rows_behind_the_draft_s_vocabulary_are_never_drafted(toy, prompts, name
 
 
 @pytest.mark.usefixtures("quick_compile")
-def test_greedy_text_with_a_padded_target(toy, prompts, report):
+def test_greedy_text_with_padded_target_equals_plain(toy, prompts, report):
     """The target emits padding, which its draft reads as other tokens; a mixture's distributions are shorter."""
     batch, target = prompts([7, 1, 4]), padded(toy(0), toy(1, vocab_size=PADDED), scale=1.2)
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0)}
@@ -105,7 +105,7 @@ def p_of_two_tokens(draws=10_000):
     return oracle.p_value(observed, joint.ravel()), int(out.stats.accepted.sum())
 
 
-def test_the_law_is_that_of_a_padded_target(report, monkeypatch, quick_compile):
+def test_distribution_with_padded_target_is_exact(report, monkeypatch, quick_compile):
     p, accepted = p_of_two_tokens()
     report(draws=10_000, p=f"{p:.2g}", accepted=accepted, sees_tv=f"{oracle.detectable(10_000, len(IDS) ** 2 - 1):.3f}")
     assert p > oracle.ALPHA and accepted > 0
@@ -120,7 +120,7 @@ def test_the_law_is_that_of_a_padded_target(report, monkeypatch, quick_compile):
     assert p_of_two_tokens()[0] < oracle.ALPHA
 
 
-def test_what_passes_for_padding():
+def test_vocabulary_padding_is_recognised():
     assert same_but_for_padding(152_064, 151_936) and same_but_for_padding(151_936, 152_064)
     assert same_but_for_padding(61, 61) and not same_but_for_padding(61, 62) and not same_but_for_padding(62, 61)
     assert longer_by_padding(2112, 2048) and longer_by_padding(152_064, 151_936) and longer_by_padding(64, 61)
@@ -128,7 +128,7 @@ def test_what_passes_for_padding():
     assert not longer_by_padding(32_768, 32_000) and not longer_by_padding(62, 61)
 
 
-def test_a_longer_vocabulary_of_another_kind_is_refused(toy, prompts):
+def test_mismatched_longer_vocabulary_is_rejected(toy, prompts):
     batch, options = prompts([3]), {"max_new_tokens": 4}
     with pytest.raises(ValueError, match="draft's vocabulary has 62 tokens and the target's 61; use a draft"):
         jspec.speculative_generate(toy(0), toy(1, vocab_size=62), *batch, **options)

@@ -32,7 +32,7 @@ def begin(drafter, draft_length):
 
 
 @pytest.mark.parametrize("name", drafters.NAMES)
-def test_every_leaf_has_an_entry_for_each_row(name):
+def test_every_leaf_has_one_entry_per_row(name):
     drafter, length = drafters.make(name, *pair()), jspec.ByAcceptance(3)
 
     def decode():
@@ -43,7 +43,7 @@ def test_every_leaf_has_an_entry_for_each_row(name):
     assert len(shapes) > 20 and {shape[0] for shape in shapes} == {ROWS}
 
 
-def test_the_outputs_of_all_rounds_are_the_output():
+def test_concatenated_rounds_equal_output():
     drafter, length, rule = drafters.make("model", *pair()), jspec.WhileConfident(3), jspec.Lenient(0.5)
     decode = jax.jit(lambda params, state: decode_round(pair()[0], drafter, rule, length, params, state))
     params, state = jax.jit(begin, static_argnums=1)(drafter, length)
