@@ -15,7 +15,7 @@ TARGET = toys.tiny_llama(0, 2)
 E, V = TARGET.config.hidden_size, TARGET.config.vocab_size
 
 
-def test_logits_are_those_of_pytorch():
+def test_logits_match_torch():
     torch = pytest.importorskip("torch")
     """As in Tensor2Tensor's TransformerBlockParallel: two dense layers, outputs per block, residual, output head."""
     drafter, x = heads.blockwise(TARGET), np.random.default_rng(1).normal(size=(4, 5, E)).astype(np.float32)
@@ -42,7 +42,7 @@ def circling():
     return target, dataclasses.replace(drafter, layer=layer)
 
 
-def test_a_layer_that_knows_the_target_is_always_right_in_one_pass_a_round():
+def test_exact_layer_is_always_accepted_with_one_pass_per_round():
     """Prediction costs no pass beyond verification, as in the combined scheme of section 4 of the paper."""
     target, drafter = circling()
     passes = heads.counted(target)
@@ -51,7 +51,7 @@ def test_a_layer_that_knows_the_target_is_always_right_in_one_pass_a_round():
     assert passes == [4] + 6 * [3 + 1]  # the prompt, and 24 tokens, 4 at a time
 
 
-def test_half_precision_and_int8():
+def test_half_precision_and_int8_targets_give_float32_logits():
     """The drafter's states reach the target's head in the target's dtype."""
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), TARGET)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, E)), jnp.bfloat16)

@@ -41,7 +41,7 @@ JOINT_LAWS = (
 
 
 @pytest.mark.parametrize(("length", "name", "rule"), by_default(JOINT_LAWS, JOINT_LAWS[:4]), ids=str)
-def test_three_tokens_have_the_target_joint_law(report, length, name, rule):
+def test_three_tokens_have_target_joint_distribution(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
     check_texts(report, p_values, 8_192, len(LENGTH_RULES) + 1)  # one rule is tested with two drafters
 
@@ -56,7 +56,7 @@ class Discarding(jspec.ModelDrafter):
         return dataclasses.replace(draft, probs=draft.probs * jnp.cumprod(sure, axis=1)), state
 
 
-def test_discarding_the_token_that_was_looked_at_is_biased(report):
+def test_discarding_the_low_confidence_token_is_biased(report):
     """The bias is as large as theory says. The same rule is unbiased if it keeps the token."""
     draws, prompt = 200_000, 3
     target, draft = toys.markov_pair(0)
@@ -80,7 +80,7 @@ def test_discarding_the_token_that_was_looked_at_is_biased(report):
     assert found["keeping"][0] > oracle.ALPHA and found["not drawing"][0] > oracle.ALPHA
 
 
-def test_it_stops_behind_the_first_token_it_is_unsure_of():
+def test_draft_stops_after_first_low_confidence_token():
     """The tokens are those of a full draft; their number follows from the draft's own distribution."""
     draft, most, lengths = toys.tiny_llama(11), jnp.array([1, 3, 3, 2, 0]), set()
     for threshold, sampling in ((0.2, {}), (0.45, {"temperature": 0.0}), (0.4, {"top_p": 0.5})):
@@ -100,7 +100,7 @@ def test_it_stops_behind_the_first_token_it_is_unsure_of():
     assert lengths == {1, 2, 3}
 
 
-def test_it_does_not_begin_where_no_token_is_likely():
+def test_draft_does_not_start_without_a_likely_token():
     """The first token's distribution decides, so that a row that begins drafts what it would have drafted anyway."""
     full = drafted(jspec.ModelDrafter(draft := toys.tiny_llama(11)))
     laws = oracle.softmax(np.asarray(plain(draft, TOKENS)))
@@ -129,7 +129,7 @@ class Counted(toys.MarkovModel):
 ROWS = []
 
 
-def test_what_no_row_wants_is_not_computed():
+def test_unneeded_passes_are_skipped():
     table = jnp.asarray(3 * np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
     target, draft = (Counted(table, jnp.array(name)) for name in (0, 1))
     batch = np.array([[1]]), np.array([1]), jax.random.split(jax.random.key(0), 1)
@@ -157,7 +157,7 @@ def test_what_no_row_wants_is_not_computed():
 
 
 @pytest.mark.parametrize("length", by_default(LENGTH_RULES, LENGTH_RULES[1:2]), ids=lambda one: type(one).__name__)
-def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, length):
+def test_coupled_output_equals_plain_decoding_alone_and_in_batch(report, toy, prompts, length):
     """This holds for any sampling parameters, limits and EOS tokens."""
     target, drafter = toy(0), jspec.ModelDrafter(toy(0, distance=0.1))
     batch, options = prompts([9, 1, 5, 3, 7, 2, 4]), drafters.every_parameter(7, 61)
@@ -196,7 +196,7 @@ class Asked(jspec.ModelDrafter):
 RECORDS, ASKED = [], []
 
 
-def test_it_learns_what_each_round_has_brought(toy, prompts):
+def test_length_rule_receives_counts_of_each_round(toy, prompts):
     """Each row's counts over all rounds add up to its statistics, and a finished row asks for no more tokens."""
     RECORDS.clear(), ASKED.clear()
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(max_tokens=np.array([0, 3, 9]))}
@@ -216,7 +216,7 @@ class TooMany(jspec.UpTo):
         return jnp.full(batch, self.max_draft_tokens + 5)
 
 
-def test_more_than_the_most_is_the_most(toy, prompts):
+def test_budget_above_maximum_is_clamped(toy, prompts):
     target, batch = toy(0), prompts([4, 1])
     drafter = jspec.CascadeDrafter(toy(1), jspec.NGramDrafter())
     texts = [
@@ -227,7 +227,7 @@ def test_more_than_the_most_is_the_most(toy, prompts):
 
 
 @pytest.mark.parametrize("name", ["retrieval", "cascade"])
-def test_drafts_of_one_token_are_the_least(toy, prompts, name):
+def test_one_token_drafts_are_supported(toy, prompts, name):
     target, batch = toy(0), prompts([4, 1])
     drafter = drafters.make(name, target, toy(0, distance=0.1))
     out = drafters.generate(
@@ -250,7 +250,7 @@ class Bursts(jspec.UpTo):
         return state + 1
 
 
-def test_what_was_not_wanted_for_long_has_been_read_all_the_same(prompts):
+def test_drafter_catches_up_after_rounds_without_drafts(prompts):
     """A draft by the target itself is always accepted, after any rounds without drafts and beside any neighbours."""
     target = toys.tiny_llama(10)
     drafter, batch = drafters.make("cascade", target, target), prompts([3, 4], vocab_size=8)
@@ -266,7 +266,7 @@ class Loose(jspec.UpTo):
     __hash__ = None
 
 
-def test_mistakes_are_named(toy, prompts):
+def test_mistakes_are_reported(toy, prompts):
     for make, message in (
         (lambda: jspec.UpTo(0), "max_draft_tokens must be an int of at least 1; got 0"),
         (lambda: jspec.Heuristic(True), "max_draft_tokens must be an int"),

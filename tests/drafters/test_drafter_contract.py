@@ -62,7 +62,7 @@ class Wrong(jspec.ModelDrafter):
         ),
     ],
 )
-def test_debug_mode_holds_a_drafter_to_the_contract(toy, prompts, change, message, capfd):
+def test_debug_mode_enforces_drafter_contract(toy, prompts, change, message, capfd):
     with jax.enable_checks(True), pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
         jax.block_until_ready(
             jspec.speculative_generate(toy(0), Wrong(toy(1), change), *prompts([3, 2]), max_new_tokens=8)
@@ -81,7 +81,7 @@ class Outside(jspec.ModelDrafter):
         return Draft(draft.tokens.at[1, 0].set(self.token), jnp.full(draft.probs.shape, 1 / 61)), state
 
 
-def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
+def test_ids_outside_vocabulary_are_reported_and_never_emitted(toy, prompts):
     """This includes -1, which NumPy takes for the last entry. Inside `jax.jit`, such ids count as no draft tokens."""
 
     def call(target, drafter):
@@ -116,12 +116,12 @@ def test_ids_outside_the_vocabulary_are_named_and_never_written(toy, prompts):
         (lambda: jspec.CascadeDrafter(None, None, 0), "num_small_draft_tokens must be an int of at least 1"),
     ],
 )
-def test_impossible_sizes_are_refused(make, message):
+def test_invalid_sizes_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_vocabularies_that_differ_are_refused(toy, prompts):
+def test_mismatched_vocabularies_are_rejected(toy, prompts):
     target, batch = toy(0), prompts([3])
     tables = [jspec.UnigramDrafter.from_tokens([0, 1], size) for size in (8, 9)]
     for drafter, message in (
@@ -163,7 +163,7 @@ class Bare(Flat):
         return (draft.tokens, draft.probs), state
 
 
-def test_the_likeliest_mistakes_of_those_who_write_a_drafter(toy, prompts):
+def test_common_mistakes_of_drafter_authors_are_reported(toy, prompts):
     target, batch = toy(0), prompts([3, 2])
     assert drafters.generate(target, Flat(jnp.zeros(61)), batch, max_new_tokens=8).stats.drafted.all()
     for drafter, message in (
@@ -191,7 +191,7 @@ class Withdrawn(jspec.drafters.Stateless):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "k-seq"])
-def test_what_a_drafter_says_is_no_guess_is_never_kept(report, rule):
+def test_withdrawn_draft_token_is_never_accepted(report, rule):
     p, rows = jnp.array([0.1, 0.2, 0.3, 0.4]), 10_000
     target = toys.MarkovModel(jnp.tile(jnp.log(p), (4, 1)))
     batch = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32), jax.random.split(jax.random.key(0), rows)

@@ -49,7 +49,7 @@ class Memorising:
         return jnp.where(verdict.num_accepted == 0, draft.tokens[:, 1], 2)
 
 
-def test_a_drafter_may_learn_from_what_was_discarded(report):
+def test_drafter_may_learn_from_discarded_tokens(report):
     target = toys.MarkovModel(jnp.zeros((2, 2)))  # three fair coins
     batch = np.zeros((DRAWS, 1), int), np.ones(DRAWS, int), jax.random.split(jax.random.key(0), DRAWS)
     drafter = Memorising(jnp.zeros(2))
@@ -82,12 +82,12 @@ def check_cascades(report, toy, prompts, cases):
     report(cascades=len(cases), tokens=int(expected.lengths.sum()), accepted=int(expected.stats.accepted.sum()))
 
 
-def test_a_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
+def test_cascade_drafts_what_its_middle_model_would(report, toy, prompts):
     check_cascades(report, toy, prompts, [("itself", 3), ("model", 1), ("model", 3), ("ngram", 3), ("cascade", 1)])
 
 
 @pytest.mark.slow
-def test_a_cascade_drafts_what_its_middle_model_would_in_full(report, toy, prompts):
+def test_cascade_drafts_what_its_middle_model_would_in_full(report, toy, prompts):
     check_cascades(report, toy, prompts, [(name, k) for name in SMALLS for k in (1, 2, 3)])
 
 
@@ -153,7 +153,7 @@ def worst_law(k, small_k, kind=Watched):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, 2, Watched), (4, 3, Watched), (4, 5, Brief)]),
     ],
 )
-def test_a_fallback_reads_what_the_other_drafted(report, monkeypatch, k, small_k, kind):
+def test_fallback_reads_tokens_that_other_part_drafted(report, monkeypatch, k, small_k, kind):
     error = worst_law(k, small_k, kind)
     # Planted bug: it reads as many tokens as if it had drafted all of them itself.
     monkeypatch.setattr(fallback, "dataclasses", SimpleNamespace(replace=lambda context, **_: context))
@@ -173,7 +173,7 @@ class Lawless(Stateless):
         return Draft(tokens, None, None, jnp.ones(tokens.shape, bool)), state
 
 
-def test_a_fallback_wants_laws(toy, prompts):
+def test_fallback_requires_distributions(toy, prompts):
     options = {"max_new_tokens": 4, "accept": "coupled"}
     assert drafters.generate(toy(0), Lawless(), prompts([3]), **options).stats.judged[0]
     for pair in ((Lawless(), jspec.NGramDrafter()), (jspec.NGramDrafter(), Lawless())):
@@ -183,7 +183,7 @@ def test_a_fallback_wants_laws(toy, prompts):
             drafters.generate(toy(0), jspec.FallbackDrafter(*pair), prompts([3]), **options)
 
 
-def test_parts_may_be_models_and_mistakes_are_named(toy, prompts):
+def test_parts_may_be_models_and_mistakes_are_reported(toy, prompts):
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 2])
     for wrapped, bare in (
         (
@@ -223,7 +223,7 @@ class Counting(Stateless):
         return state + 1
 
 
-def test_parts_are_told_and_their_limits_hold(toy, prompts):
+def test_parts_receive_signals_and_their_limits_hold(toy, prompts):
     """This holds within pairs and cascades too. A part's arrays may have any dtype there, as they may alone."""
     target, batch = toy(0), prompts([3, 2])
     pair = jspec.FallbackDrafter(Counting(), jspec.FallbackDrafter(Counting(), toy(1)))
@@ -240,7 +240,7 @@ def test_parts_are_told_and_their_limits_hold(toy, prompts):
             drafters.generate(target, drafter, batch, max_new_tokens=98)
 
 
-def test_nested_fallbacks_take_the_shortest_request(toy, prompts):
+def test_nested_fallbacks_use_smallest_budget(toy, prompts):
     target, lookup = toy(0), jspec.NGramDrafter()
     drafter = jspec.FallbackDrafter(lookup, jspec.FallbackDrafter(lookup, toy(0, distance=0.1)))
     batch, options = prompts([1]), {"max_new_tokens": 4, "num_draft_tokens": 8}
@@ -248,13 +248,13 @@ def test_nested_fallbacks_take_the_shortest_request(toy, prompts):
     np.testing.assert_array_equal(out.tokens, jspec.generate(target, *batch, max_new_tokens=4).tokens)
 
 
-def test_what_was_not_guessed_was_not_drafted(toy, prompts):
+def test_failed_lookup_counts_as_no_draft(toy, prompts):
     batch = prompts([3, 2])
     out = drafters.generate(toy(0), jspec.NGramDrafter(60, 60), batch, max_new_tokens=16, num_draft_tokens=4)
     assert out.stats.drafted.sum() == 0 and (out.stats.rounds == 16).all()
 
 
-def test_each_of_a_fallback_drafts_as_far_as_it_reaches(toy, prompts, monkeypatch):
+def test_each_part_of_fallback_drafts_up_to_its_maximum(toy, prompts, monkeypatch):
     """The target drafts for itself, so all its draft tokens are accepted; the heads beside it draft only three."""
     batch, options = prompts([3, 2]), {"max_new_tokens": 24, "num_draft_tokens": 4, "accept": "coupled"}
     heads = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0))
@@ -287,7 +287,7 @@ def looked_up(tokens, max_ngram, min_ngram, k):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 4))
-def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
+def test_lookup_finds_longest_and_latest_match(tokens, max_ngram, min_ngram):
     min_ngram = min(min_ngram, max_ngram)
     drafter = jspec.NGramDrafter(max_ngram, min_ngram)
     row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
@@ -298,7 +298,7 @@ def test_lookup_is_the_longest_and_latest_match(tokens, max_ngram, min_ngram):
         assert copied.tolist() == expected
 
 
-def test_the_drafters_of_the_docs(toy, prompts, capsys, monkeypatch):
+def test_drafters_from_docs_work(toy, prompts, capsys, monkeypatch):
     """The page runs as one program, and so does its custom drafter of twenty lines, as a user might write it."""
     monkeypatch.setattr(jspec, "demo_pair", shallow.pair)
     page = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
@@ -312,7 +312,7 @@ def test_the_drafters_of_the_docs(toy, prompts, capsys, monkeypatch):
     np.testing.assert_array_equal(coupled.tokens, plain.tokens)
 
 
-def test_tables_count():
+def test_tables_hold_smoothed_counts():
     tokens = [0, 1, 0, 1, 0, 2]
     unigram = jspec.UnigramDrafter.from_tokens(tokens, 4, smoothing=2.0)
     np.testing.assert_allclose(np.exp(unigram.logits), np.array([3.5, 2.5, 1.5, 0.5]) / 8, rtol=1e-6)

@@ -74,7 +74,7 @@ class Full(Plain):
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_an_optional_attribute_is_the_users_or_else_the_default(name):
+def test_optional_attribute_overrides_default(name):
     plain, given = as_drafter(Plain()), as_drafter(type("Given", (Plain,), {name: OPTIONAL[name]})())
     default = getattr(Drafter(), name)
     assert getattr(plain, name) == default and default != (value := getattr(given, name)) and value is OPTIONAL[name]
@@ -88,7 +88,7 @@ def test_an_optional_attribute_is_the_users_or_else_the_default(name):
     assert getattr(type("Bare", (Stateless,), {})(), name) == default
 
 
-def test_only_the_adapters_look_for_attributes_that_may_be_missing():
+def test_only_adapters_probe_for_missing_attributes():
     names = (*OPTIONAL, "parts", "read", "extend", "branches", "independent", "should_draft")
     probe = re.compile(rf'(get|has)attr\([^()]*"({"|".join(names)})"')
     root = Path(jspec.__file__).parent
@@ -96,7 +96,7 @@ def test_only_the_adapters_look_for_attributes_that_may_be_missing():
     assert found == {"acceptance/base.py", "drafters/base.py", "drafters/draft_length.py", "drafters/duck_typed.py"}
 
 
-def test_what_a_drafter_can_do_is_what_it_defines():
+def test_capabilities_follow_from_definitions():
     plain, full = as_drafter(Plain()), as_drafter(Full())
     assert not can_read(plain) and can_read(full) and full.can_read
     assert full.is_token_by_token and full.has_confidence and not plain.has_confidence
@@ -104,13 +104,13 @@ def test_what_a_drafter_can_do_is_what_it_defines():
     assert not is_user_defined(None) and not is_user_defined(TARGET)
 
 
-def test_text_functions_know_how_much_it_drafts():
+def test_default_draft_length_depends_on_attributes():
     assert default_draft_length(Plain()) == 4
     assert default_draft_length(type("Short", (Plain,), {"max_chain_length": 2})()) == 2
     assert default_draft_length(type("Branches", (Plain,), {"tree": jspec.Tree((0, 0))})()) is DEFAULT
 
 
-def test_methods_receive_what_the_drafter_requests_as_separate_arguments():
+def test_methods_receive_requested_signals_as_arguments():
     plain, full, prompt = as_drafter(Plain()), as_drafter(Full()), PromptSignals("features", "lengths", "target")
     assert plain.init("tokens", 5, NO_SIGNALS) == ("state", "tokens", 5)
     assert full.init("tokens", 5, prompt) == ("tokens", 5, "features", "lengths", "target")
@@ -160,7 +160,7 @@ class Mixed(_Mixin, Remembers):
 
 
 @pytest.mark.parametrize("make", [Remembers, Mixed])
-def test_a_subclass_whose_commit_takes_hidden(prompts, make):
+def test_subclass_commit_may_take_hidden_states(prompts, make):
     tokens, lengths, keys = prompts([5, 2], vocab_size=8)
     drafter = as_drafter(make(jnp.zeros(8)))
     assert isinstance(drafter, make)
@@ -174,7 +174,7 @@ def test_a_subclass_whose_commit_takes_hidden(prompts, make):
     assert make.commit(drafter, (), None, Verdict(None, None), "array") == "array"  # as the class's author may call it
 
 
-def test_a_required_field_stays_required():
+def test_required_field_stays_required():
     for make in (jspec.TreeDrafter, jspec.RetrievalDrafter, jspec.PassDrafter):
         with pytest.raises(TypeError, match="missing"):
             make(*[jspec.UnigramDrafter(jnp.zeros(4))] * (make is jspec.TreeDrafter))
@@ -231,7 +231,7 @@ class Choosy(Two):
         return confidence >= 2
 
 
-def test_a_rule_and_a_length_without_base_classes(prompts):
+def test_rule_and_length_may_be_duck_typed(prompts):
     batch, draft = prompts([4, 2], vocab_size=8), toys.tiny_llama(1, 1)
     run = functools.partial(jspec.speculative_generate, TARGET, draft, *batch, max_new_tokens=6)
     own, other = run(num_draft_tokens=2), run(num_draft_tokens=Two(), accept=Always())
@@ -271,7 +271,7 @@ def _lacks():
     return type("Lacks", (), {"budget": Two.budget})()
 
 
-def test_an_adapter_shows_what_it_holds():
+def test_adapter_forwards_unknown_attributes():
     length = type("Length", (), {"max_draft_tokens": 2, "needs_confidence": False, "secret": 5})()
     assert as_draft_length(length).secret == 5
     given = type("Given", (Plain,), {"secret": 6})()

@@ -60,7 +60,7 @@ def read_whole(head, tokens):
         *(pytest.param(kind, tree, marks=pytest.mark.slow) for kind in KINDS for tree in TREES),
     ],
 )
-def test_it_has_read_the_text(prompts, kind, tree):
+def test_head_state_matches_target_states_of_text(prompts, kind, tree):
     """This holds with rejected draft tokens, row ends and limits, and from one-token prompts on."""
     wrap, length, rule = TREES[tree]
     head = eagle_heads.eagle(TARGET, **KINDS[kind])
@@ -87,7 +87,7 @@ def test_it_has_read_the_text(prompts, kind, tree):
     assert accepted
 
 
-def test_a_head_that_is_the_target_is_always_right(prompts):
+def test_exact_head_is_always_accepted(prompts):
     """The target's next token depends on the last one alone, whose embedding the head passes on as its state."""
     target = toys.tiny_llama(0, 1)
     columns = target.embed_tokens.weight[...]
@@ -105,7 +105,7 @@ def test_a_head_that_is_the_target_is_always_right(prompts):
         np.testing.assert_array_equal(out.stats.rounds, 3)
 
 
-def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
+def test_reduced_vocabulary_maps_to_target_ids(prompts):
     """A head for tokens 2, 5 and 7 drafts only these, for any order of its rows."""
     head = eagle_heads.eagle(TARGET, generation=3, draft_vocab_size=3, own_head=True)
     head.draft_ids.set_value(jnp.array([3, 3, 1, 3, 3, 0, 3, 2], jnp.int32))
@@ -130,19 +130,19 @@ def test_few_tokens_are_guessed_by_the_targets_ids(prompts):
         ({"features": (0, 4)}, "features of EagleDrafter holds 4; expected whole numbers from 0 to 3 "),
     ],
 )
-def test_a_head_for_another_target(prompts, change, message):
+def test_head_for_another_target_is_rejected(prompts, change, message):
     head = eagle_heads.eagle(TARGET, **({"generation": 3} | change))
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, EagleDrafter(head), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 
-def test_what_is_no_head(prompts):
+def test_model_in_place_of_head_is_rejected(prompts):
     with pytest.raises(TypeError, match=r"head is of type Llama; pass a jspec\.drafters\.heads\.eagle_module\.Eagle"):
         jspec.speculative_generate(TARGET, EagleDrafter(TARGET), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle 3", "medusa", "hydra"])
-def test_a_head_says_nothing_behind_a_prompt_of_one_token(name):
+def test_head_drafts_nothing_after_one_token_prompt(name):
     """In a mixture with a drafter that does draft, all distributions are then that drafter's."""
     target, draft = toys.tiny_llama(0, 2), toys.tiny_llama(1, 1)
     mixed = jspec.MixtureDrafter(drafters.make(name, target, draft), draft, 0.5)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rejection", 3), ("block", 1), ("coupled", 1)]),
     ],
 )
-def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
+def test_early_exit_drafts_like_model_of_first_layers(report, rule, k):
     target, batch = toys.tiny_llama(10), (TOKENS, LENGTHS, jax.random.split(jax.random.key(1), 5))
     options = {"max_new_tokens": 40, "num_draft_tokens": k, "accept": rule}
     expected = drafters.generate(target, first_layers(target, 1), batch, **options)
@@ -35,7 +35,7 @@ def test_it_drafts_what_the_first_layers_would_as_a_model(report, rule, k):
 
 
 @pytest.mark.parametrize("unread", [1, 3])
-def test_layers_left_out_read_the_cache_of_the_whole_model(report, unread):
+def test_skipped_layers_read_cache_of_whole_model(report, unread):
     target, drafter = toys.tiny_llama(10, 3), jspec.EarlyExitDrafter(3, skipped=(1,))
     out = drafted(drafter, target, unread)
     errors = []
@@ -56,7 +56,7 @@ def test_layers_left_out_read_the_cache_of_the_whole_model(report, unread):
     assert max(errors) < 1e-5
 
 
-def test_a_mixture_is_one(report):
+def test_mixture_averages_distributions(report):
     tables = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
     first, second = (jspec.BigramDrafter(jnp.asarray(table)) for table in tables)
     errors = []
@@ -71,7 +71,7 @@ def test_a_mixture_is_one(report):
     assert max(errors) < 1e-6
 
 
-def test_a_mixture_of_one_that_has_no_guess_is_the_other():
+def test_mixture_with_silent_drafter_equals_other_drafter():
     table = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
     known, silent = jspec.BigramDrafter(table), jspec.BigramDrafter(jnp.full((8, 8), -jnp.inf))
     expected = drafted(known)
@@ -82,7 +82,7 @@ def test_a_mixture_of_one_that_has_no_guess_is_the_other():
     assert not drafted(jspec.MixtureDrafter(silent, silent, 0.3)).probs.any()
 
 
-def test_another_weight_compiles_nothing(toy, prompts):
+def test_changed_weight_does_not_recompile(toy, prompts):
     batch, sizes = prompts([3]), []
     for weight in (0.2, np.float32(0.5), 1):
         mixture = jspec.MixtureDrafter(toy(1), jspec.ModelDrafter(toy(2)), weight)
@@ -91,7 +91,7 @@ def test_another_weight_compiles_nothing(toy, prompts):
     assert len(set(sizes)) == 1
 
 
-def test_mistakes_are_named(toy, prompts):
+def test_mistakes_are_reported(toy, prompts):
     exit_, lookup = jspec.EarlyExitDrafter, jspec.NGramDrafter()
     for make, error, message in (
         (lambda: exit_(0), ValueError, "num_layers must be an int of at least 1; got 0"),

@@ -29,7 +29,7 @@ HEADS = {
     ],
     ids=["varying", "tree"],
 )
-def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rule):
+def test_heads_receive_target_state_before_last_token(prompts, tree, length, rule):
     """Before every round, they have the second-to-last token's state, even with rejected tokens, EOS and limits."""
     drafter = heads.medusa(TARGET)
     whole = drafter if tree is None else jspec.TreeDrafter(drafter, tree)
@@ -50,7 +50,7 @@ def test_they_see_what_the_target_had_behind_the_text(prompts, tree, length, rul
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["tree", "search"])
-def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
+def test_tree_output_equals_plain_decoding(prompts, name, kind):
     """This holds under "coupled", with penalties."""
     batch, drafter = prompts([4, 1, 6], vocab_size=V), HEADS[name](TARGET)
     whole = (
@@ -66,7 +66,7 @@ def test_in_trees_the_text_is_that_of_plain_decoding(prompts, name, kind):
 
 
 @pytest.mark.slow
-def test_a_prompt_of_one_token_has_no_guess_at_first(prompts):
+def test_one_token_prompt_has_no_draft_in_first_round(prompts):
     out = jspec.speculative_generate(
         TARGET, heads.medusa(TARGET), *prompts([1, 2], vocab_size=V), max_new_tokens=1, num_draft_tokens=jspec.UpTo(2)
     )
@@ -74,7 +74,7 @@ def test_a_prompt_of_one_token_has_no_guess_at_first(prompts):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_more_tokens_than_heads(prompts, name):
+def test_draft_longer_than_number_of_heads_is_rejected(prompts, name):
     drafter = HEADS[name](TARGET)
     for whole, length in ((drafter, {"num_draft_tokens": 4}), (jspec.TreeDrafter(drafter, jspec.Tree.chain(4)), {})):
         with pytest.raises(
@@ -94,7 +94,7 @@ def test_more_tokens_than_heads(prompts, name):
         ),
     ],
 )
-def test_heads_of_another_target(prompts, name, size, message):
+def test_heads_for_another_target_are_rejected(prompts, name, size, message):
     other = jspec.Llama(dataclasses.replace(TARGET.config, **size), rngs=nnx.Rngs(0))
     drafter = HEADS[name](other)
     if drafter.vocab_size is None and "vocab_size" in size:
@@ -118,6 +118,6 @@ def test_heads_of_another_target(prompts, name, size, message):
         ),
     ],
 )
-def test_impossible_sizes(make, message):
+def test_invalid_sizes_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("length", [jspec.UpTo(4), pytest.param(jspec.Heuristic(4), marks=pytest.mark.slow)], ids=str)
-def test_drafts_by_the_target_itself_are_always_accepted(report, prompts, length):
+def test_target_as_every_part_is_always_accepted(report, prompts, length):
     """This holds for each of the drafters, with any cache, and for any drafts of another before or since."""
     target = toys.tiny_llama(10)
     whole = jspec.EarlyExitDrafter(2)
@@ -28,7 +28,7 @@ def test_drafts_by_the_target_itself_are_always_accepted(report, prompts, length
         np.testing.assert_array_equal(out.stats.rounds, [8, 3, 8])
 
 
-def test_each_drafts_its_part():
+def test_each_part_drafts_its_share():
     """The first drafts what it would alone, and the second what it would after that.
 
     If the first drafts nothing, nothing follows.
@@ -47,7 +47,7 @@ def test_each_drafts_its_part():
     np.testing.assert_array_equal(guessed, np.repeat(guessed[:, :1], K, axis=1))
 
 
-def test_mistakes_are_named(toy):
+def test_mistakes_are_reported(toy):
     tree = jspec.TreeDrafter(toy(1), jspec.Tree.branching((2,)))
     for make, error, message in (
         (lambda: jspec.HorizontalDrafter(toy(0), toy(1), 0), ValueError, "at must be an int of at least 1; got 0"),

@@ -18,7 +18,7 @@ E, V = TARGET.config.hidden_size, TARGET.config.vocab_size
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_logits_are_those_of_pytorch(blocks):
+def test_logits_match_torch(blocks):
     pytest.importorskip("torch")
     from support import heads_torch as published
 
@@ -28,7 +28,7 @@ def test_logits_are_those_of_pytorch(blocks):
         np.testing.assert_allclose(ours(jnp.asarray(z), TARGET), published.hydra(ours, z, i + 1), atol=2e-5)
 
 
-def test_without_a_head_it_is_the_target_s():
+def test_missing_head_uses_target_head():
     own, shared = heads.hydra(TARGET), heads.hydra(TARGET, own_head=False)
     z = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2 * E)), jnp.float32)
     own.heads[0].lm_head.weight.set_value(TARGET.lm_head.weight[...])
@@ -42,7 +42,7 @@ def test_without_a_head_it_is_the_target_s():
 @pytest.mark.parametrize(
     "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
 )
-def test_heads_that_know_the_target_are_always_right(kind):
+def test_exact_heads_are_always_accepted(kind):
     """A token's distribution depends on the previous token, which the heads must receive, at any temperature."""
     table = np.random.default_rng(2).normal(size=(V, V)) * 2
     target, drafter = heads.markov_llama(table), heads.hydra(TARGET, 3, 1)
@@ -64,7 +64,7 @@ def test_heads_that_know_the_target_are_always_right(kind):
         check(drafter, num_draft_tokens=3 if kind == "chain" else jspec.UpTo(3))
 
 
-def test_every_node_has_its_own_branch_before_it():
+def test_every_node_reads_its_own_branch():
     drafter, rng, tree = heads.hydra(TARGET), np.random.default_rng(3), jspec.Tree.branching((2, 3, 1))
     text, lengths = jnp.asarray(rng.integers(V, size=(2, 6))), jnp.array([4, 6])
     view = Context(text, lengths, None, None, None, TargetView(TARGET, None, 1), V)
@@ -85,7 +85,7 @@ def test_every_node_has_its_own_branch_before_it():
         np.testing.assert_allclose(found[row, node], expected[0, 0], atol=1e-4)
 
 
-def test_all_of_a_pass_is_one_function():
+def test_heads_are_differentiable_over_whole_sequences():
     """A trainer reads whole sequences with the same heads that draft."""
     drafter = heads.hydra(TARGET, 2)
     gradient = jax.grad(lambda drafter, z: drafter.heads[1](z, TARGET).sum())(drafter, jnp.ones((2, 7, 3 * E)))

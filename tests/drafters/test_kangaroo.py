@@ -23,7 +23,7 @@ def states(model, tokens, count):
     return model.forward(tokens, cache, jnp.zeros(len(tokens), jnp.int32), layers=range(count))[0]
 
 
-def test_the_adapter_is_that_of_pytorch():
+def test_adapter_matches_torch():
     pytest.importorskip("torch")
     from support import heads_torch as published
 
@@ -44,7 +44,7 @@ TREE = jspec.Tree.branching((2, 1, 2))
     ],
     ids=["varying", "tree", "search"],
 )
-def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
+def test_adapter_cache_matches_text(prompts, make, length, rule):
     """After every round, the cache matches the sequence without its last token."""
     drafter, compared = heads.kangaroo(TARGET), 0
     adapter = drafter.adapter
@@ -68,7 +68,7 @@ def test_its_cache_is_that_of_the_text(prompts, make, length, rule):
 @pytest.mark.parametrize(
     "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
 )
-def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
+def test_exact_adapter_is_always_accepted(kind):
     """The target's last layer is attention only, so the adapter is right if its cache is."""
     target, last = toys.tiny_llama(0, 2), toys.tiny_llama(0, 2).layers[1]
     target.layers[1].mlp.down_proj.weight.set_value(jnp.zeros_like(last.mlp.down_proj.weight[...]))
@@ -100,7 +100,7 @@ def test_an_adapter_that_is_the_rest_of_the_target_is_always_right(kind):
         ),
     ],
 )
-def test_refusals(prompts, drafter, message):
+def test_invalid_drafters_are_rejected(prompts, drafter, message):
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)
 

@@ -39,7 +39,7 @@ def test_each_row_has_its_own_length():
     np.testing.assert_array_equal(length.budget(state, 4), [8, 1, 8, 1])
 
 
-def test_acceptance_leads_to_the_best_length_of_theory():
+def test_acceptance_leads_to_best_length_by_theory():
     for cost in (0.05, 0.2, 0.5):
         length = jspec.ByAcceptance(8, cost)
         rates = np.array([0.3, 0.6, 0.8, 0.9])
@@ -54,7 +54,7 @@ def test_acceptance_leads_to_the_best_length_of_theory():
         np.testing.assert_allclose(share, (weight * rates + 1) / (weight + 2), rtol=1e-5)
 
 
-def test_a_threshold_moves_by_what_was_accepted():
+def test_threshold_adapts_to_acceptance():
     length = jspec.ByConfidence(8, acceptance=0.75)
     state = length.init(5)
     np.testing.assert_allclose(state, 0.4)
@@ -67,7 +67,7 @@ def test_a_threshold_moves_by_what_was_accepted():
     np.testing.assert_allclose(state, [0, 1, 0.4, 0.4, 0.4], rtol=1e-5)
 
 
-def test_a_wanted_acceptance_is_found(report):
+def test_threshold_converges_to_requested_acceptance(report):
     """Each round draws its own confidence, independent of other rounds, and accepts tokens with that probability."""
     shares, rows, rounds = (0.82, 0.86, 0.9), 16, 4_000  # drafting everything gives 0.776
 

@@ -30,7 +30,7 @@ def guesses(said, pool, count, ngram):
 
 
 @pytest.mark.parametrize(("window", "ngram", "count"), [(5, 3, 2), (3, 4, 3), (4, 2, 3), (1, 3, 1)])
-def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count):
+def test_candidates_come_from_target_predictions_in_window(window, ngram, count):
     """The target's most likely tokens and the text of both rows are random."""
     rng, drafter, rows, vocab_size = np.random.default_rng(0), LookaheadDrafter(window, ngram, count), 2, 5
     tree, state = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 80)
@@ -64,12 +64,12 @@ def test_guesses_are_what_the_target_said_behind_its_window(window, ngram, count
     assert seen > 15
 
 
-def test_the_window_is_read_as_a_chain_with_columns_behind_it():
+def test_window_is_a_chain_followed_by_columns():
     """Nodes 1 to 6 are two candidates of three tokens each."""
     assert LookaheadDrafter(window=3, ngram=4, guesses=2).tree.parents[6:] == (0, 7, 0, 7, 8, 9, 10, 11)
 
 
-def test_it_is_ahead_of_a_target_that_repeats_itself(prompts):
+def test_lookahead_speeds_up_repetitive_target(prompts):
     model, _ = toys.markov_pair(0)
     batch = prompts([4, 2], vocab_size=8)
     options = {"max_new_tokens": 48, "sampling": jspec.SamplingParams(temperature=0.0)}
@@ -87,6 +87,6 @@ def test_it_is_ahead_of_a_target_that_repeats_itself(prompts):
         ({"guesses": 2.5}, "guesses must be an int of at least 1; got 2.5"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         LookaheadDrafter(**options)

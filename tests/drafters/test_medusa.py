@@ -13,7 +13,7 @@ E, V = TARGET.config.hidden_size, TARGET.config.vocab_size
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_logits_are_those_of_pytorch(blocks):
+def test_logits_match_torch(blocks):
     pytest.importorskip("torch")
     from support import heads_torch as published
 
@@ -23,7 +23,7 @@ def test_logits_are_those_of_pytorch(blocks):
         np.testing.assert_allclose(found[:, :, i], published.medusa(ours, x), atol=1e-5)
 
 
-def test_heads_that_know_the_target_are_always_right():
+def test_exact_heads_are_always_accepted():
     """The target is cyclic, and head i takes i + 2 of its steps at once."""
     target, drafter = heads.markov_llama(heads.CIRCLE), heads.medusa(TARGET)
     for i, head in enumerate(drafter.heads):
@@ -34,7 +34,7 @@ def test_heads_that_know_the_target_are_always_right():
     heads.check_always_right(target, drafter, temperature=0)
 
 
-def test_in_half_precision_logits_are_float32():
+def test_half_precision_heads_give_float32_logits():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), heads.medusa(TARGET))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 1, E)), jnp.float32)
     found, expected = half.logits(x, TARGET, 2), heads.medusa(TARGET).logits(x, TARGET, 2)

@@ -30,7 +30,7 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_drafter_comes_back(tmp_path, name):
+def test_saved_drafter_is_restored(tmp_path, name):
     drafter = MADE[name](TARGET)
     assert drafter.save(tmp_path / "drafter") == tmp_path / "drafter"
     equal(type(drafter).load(tmp_path / "drafter", TARGET), drafter)
@@ -42,7 +42,7 @@ def test_a_drafter_comes_back(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_one_of_another_target_is_refused(tmp_path, name):
+def test_drafter_for_another_target_is_rejected(tmp_path, name):
     drafter = MADE[name](TARGET)
     drafter.save(tmp_path / "drafter")
     with pytest.raises(
@@ -51,7 +51,7 @@ def test_one_of_another_target_is_refused(tmp_path, name):
         type(drafter).load(tmp_path / "drafter", OTHER)
 
 
-def test_an_adapter_of_another_rope_is_refused(tmp_path):
+def test_adapter_with_different_rope_is_rejected(tmp_path):
     drafter = heads.kangaroo(TARGET)
     drafter.save(tmp_path / "drafter")
     turned = toys.tiny_llama(0, 3, rope=convert.RopeConfig(theta=500.0))
@@ -84,7 +84,7 @@ def cut(folder):
         (lambda folder: (folder / "model.safetensors").unlink(), r"holds no \*.safetensors file"),
     ],
 )
-def test_damaged_files(tmp_path, damage, message):
+def test_damaged_files_are_rejected(tmp_path, damage, message):
     heads.blockwise(TARGET).save(tmp_path / "drafter")
     damage(tmp_path / "drafter")
     with pytest.raises(convert.CheckpointError, match=message):
@@ -92,7 +92,7 @@ def test_damaged_files(tmp_path, damage, message):
 
 
 @pytest.mark.parametrize("size", ["num_heads", "num_blocks"])
-def test_parts_that_cannot_be_are_refused_before_one_is_made(tmp_path, size):
+def test_impossible_part_counts_are_rejected_before_allocation(tmp_path, size):
     heads.hydra(TARGET).save(tmp_path / "drafter")
     config(tmp_path / "drafter", **{size: 10**9})
     with pytest.raises(
@@ -104,14 +104,14 @@ def test_parts_that_cannot_be_are_refused_before_one_is_made(tmp_path, size):
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"qk_norm": True}, {"attention_bias": True}, {"qkv_bias": True}]
 )
-def test_a_draft_model_comes_back(tmp_path, changes):
+def test_saved_draft_model_is_restored(tmp_path, changes):
     drafter = jspec.ModelDrafter(toys.tiny_llama(1, 2, **changes))
     drafter.save(tmp_path / "model")
     equal(jspec.load(tmp_path / "model"), drafter.model)
     equal(jspec.ModelDrafter.load(tmp_path / "model"), drafter)
 
 
-def test_several_come_back(tmp_path):
+def test_saved_multi_drafter_is_restored(tmp_path):
     several = jspec.MultiDrafter([toys.tiny_llama(1), toys.tiny_llama(2)], 3)
     equal(jspec.MultiDrafter.load(several.save(tmp_path / "several")), several)
     assert kind_of(tmp_path / "several") == "several"
@@ -120,7 +120,7 @@ def test_several_come_back(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_models_that_no_config_means_are_not_written(tmp_path):
+def test_inexpressible_models_are_not_saved(tmp_path):
     with pytest.raises(convert.CheckpointError, match="only Qwen2 has biases on q, k and v alone"):
         jspec.ModelDrafter(toys.tiny_llama(1, qkv_bias=True, qk_norm=True)).save(tmp_path / "model")
     with pytest.raises(ValueError, match="The model is int8 and cannot be saved"):

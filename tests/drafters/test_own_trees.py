@@ -43,7 +43,7 @@ def trie(tokens, tree, max_ngram, min_ngram):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=16), st.sampled_from([(3, 1), (2, 2)]))
-def test_lookup_in_a_tree_is_the_trie_of_what_followed(tokens, sizes):
+def test_tree_lookup_drafts_trie_of_continuations(tokens, sizes):
     drafter = NGramDrafter(*sizes, TREE)
     row = np.array([*tokens, *[7] * (16 - len(tokens))], np.int32)
     draft, _ = propose(drafter, (), context(row[None], [len(tokens)], 8), TREE.max_depth)
@@ -54,7 +54,7 @@ def test_lookup_in_a_tree_is_the_trie_of_what_followed(tokens, sizes):
         assert wanted in (None, guess)
 
 
-def test_lookup_in_a_tree_that_is_a_chain_is_lookup():
+def test_tree_lookup_with_chain_equals_chain_lookup():
     tokens = np.random.default_rng(0).integers(3, size=(20, 16)).astype(np.int32)
     asked = context(tokens, np.arange(20) % 16 + 1, 8)
     chain, tree = (propose(one, (), asked, 3)[0] for one in (NGramDrafter(), NGramDrafter(tree=Tree.chain(3))))
@@ -62,7 +62,7 @@ def test_lookup_in_a_tree_that_is_a_chain_is_lookup():
     np.testing.assert_array_equal(tree.probs, chain.probs)
 
 
-def test_recycling_is_a_matrix_of_what_was_likeliest_last():
+def test_recycling_table_holds_latest_top_tokens():
     """Table rows, some shorter than the vocabulary allows, match a dictionary. The first of equal tokens counts."""
     rng, drafter, rows, vocab_size = np.random.default_rng(0), TokenRecyclingDrafter(12), 2, 6
     tree, state, known = drafter.tree, drafter.init(jnp.zeros((rows, 3), jnp.int32), 40), [{}, {}]
@@ -90,7 +90,7 @@ def test_recycling_is_a_matrix_of_what_was_likeliest_last():
     assert seen > 100
 
 
-def test_recycling_forgets_what_is_oldest(monkeypatch):
+def test_recycling_evicts_oldest_tokens(monkeypatch):
     monkeypatch.setattr("jspec.drafters.standalone.recycling._ROWS", 8)
     drafter = TokenRecyclingDrafter(3)
     state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
@@ -109,7 +109,7 @@ def in_turn(drafter, state, asked):
     return draft, drafter.commit(state, draft, verdict, TargetSignals(jnp.zeros((2, 7, 1))))
 
 
-def test_chains_of_several_are_those_that_each_drafts_alone():
+def test_multi_drafter_chains_equal_single_drafts():
     """Each drafts with its own noise and reads what it has not read: a round's three tokens are not from its draft."""
     rng, part = np.random.default_rng(0), jspec.ModelDrafter(MODEL)
     drafter = MultiDrafter([NGramDrafter(), MODEL, MODEL], 2)
@@ -142,7 +142,7 @@ class Told(jspec.drafters.Stateless):
         return draft.tokens, verdict.num_accepted, verdict.next_token, hidden
 
 
-def test_each_of_several_is_told_what_became_of_its_own_chain():
+def test_each_part_receives_verdict_on_its_own_chain():
     drafter = MultiDrafter([Told(jnp.int32(1)), Told(jnp.int32(4)), Told(jnp.int32(1))], 3)
     asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 3, 2, 3)), None, None, None, 8)
     draft, state = drafter.propose(((), (), ()), asked, 3)
@@ -167,7 +167,7 @@ class ToldStates(Told):
         return draft, verdict, hidden, features
 
 
-def test_who_reads_states_is_told_of_the_path_whosever_it_is():
+def test_part_with_features_receives_any_accepted_path():
     drafter = MultiDrafter([ToldStates(jnp.int32(1)), Told(jnp.int32(4))], 3)
     asked = Context(jnp.zeros((1, 4), jnp.int32), jnp.ones(1, int), jnp.zeros((1, 3, 2, 2, 3)), None, None, None, 8)
     draft, state = drafter.propose(((), ()), asked, 3)
@@ -195,7 +195,7 @@ class Starts(jspec.drafters.Stateless):
         return Draft(tokens, jax.nn.one_hot(tokens, context.vocab_size)), state
 
 
-def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
+def test_coupled_follows_longest_of_equal_branches():
     batch = jnp.array([[1, 2, 3]]), jnp.array([3]), jax.random.split(jax.random.key(0), 1)
     plain = jspec.generate(MODEL, *batch, max_new_tokens=24)
     several = MultiDrafter([Starts(jnp.pad(jnp.append(batch[0], plain.tokens), (0, 8))), MODEL], 4)
@@ -240,18 +240,18 @@ def test_coupled_goes_on_with_whichever_of_the_same_tokens_goes_on():
         ),
     ],
 )
-def test_refusals(prompts, error, message, make):
+def test_invalid_drafters_are_rejected(prompts, error, message, make):
     with pytest.raises(error, match=message):
         jspec.speculative_generate(MODEL, make(), *prompts([3], vocab_size=8), max_new_tokens=8)
 
 
-def test_a_part_that_wants_the_likeliest_tokens_is_refused_where_nobody_could_tell_it():
+def test_cascade_rejects_part_that_needs_top_tokens():
     curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
     with pytest.raises(TypeError, match="is of type Curious, which needs values other than tokens"):
         jspec.CascadeDrafter(MODEL, curious)
 
 
-def test_what_has_no_replacement_is_not_told_to_use_it(prompts):
+def test_trees_without_replacement_are_rejected_by_k_seq(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
         with pytest.raises(
             ValueError, match=f'this {type(drafter).__name__} does not draw them independently; use accept="rej'
@@ -259,7 +259,7 @@ def test_what_has_no_replacement_is_not_told_to_use_it(prompts):
             jspec.speculative_generate(MODEL, drafter, *prompts([3], vocab_size=8), max_new_tokens=8, accept="k-seq")
 
 
-def test_the_number_of_guesses_is_the_drafters_own(prompts):
+def test_num_draft_tokens_conflicts_with_own_tree(prompts):
     for drafter in (NGramDrafter(tree=TREE), TokenRecyclingDrafter(4), MultiDrafter([MODEL, MODEL])):
         with pytest.raises(
             ValueError, match=f"num_draft_tokens=3 conflicts with a {type(drafter).__name__}, whose tree"

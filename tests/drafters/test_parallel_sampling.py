@@ -15,13 +15,13 @@ TARGET = toys.tiny_llama(0, 2)
 V, NEW = TARGET.config.vocab_size, 20
 
 
-def test_behind_every_guess_stand_all_vectors():
+def test_all_vectors_follow_every_draft_token():
     assert heads.vectors(TARGET, 1).tree.parents == (0, 0, 1)
     assert heads.vectors(TARGET, 2).tree.parents == (0, 1, 0, 3, 1, 5, 2, 7)
     assert heads.vectors(TARGET, 3).tree.size == 3 + 4 * 3
 
 
-def test_states_are_those_behind_the_text(prompts):
+def test_states_match_model_with_vectors_in_vocabulary(prompts):
     """The states match a model whose vocabulary has the vectors, after each round's text without its last token."""
     drafter = heads.vectors(TARGET, 2)
     model, compared = longer_vocabulary(drafter.embeddings), 0
@@ -42,7 +42,7 @@ def test_states_are_those_behind_the_text(prompts):
 
 
 @pytest.mark.parametrize("accept", ["rejection", pytest.param("coupled", marks=pytest.mark.slow)])
-def test_vectors_that_know_the_target_are_always_right(accept):
+def test_exact_vectors_are_always_accepted(accept):
     """The target's distribution is the same everywhere, and a round takes one pass."""
     target = heads.markov_llama(np.tile(np.random.default_rng(0).normal(size=V), (V, 1)))
     passes, drafter = heads.counted(target), jspec.PassDrafter.of_token(target, 3, 2)
@@ -65,17 +65,17 @@ def test_vectors_that_know_the_target_are_always_right(accept):
         (lambda: jspec.PassDrafter.of_token(TARGET, 0, 0), "count must be an int of at least 1; got 0"),
     ],
 )
-def test_refusals(make, message):
+def test_invalid_arguments_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_it_does_not_branch_further(prompts):
+def test_pass_drafter_cannot_branch(prompts):
     with pytest.raises(TypeError, match="draft is of type PassDrafter, which cannot branch"):
         jspec.TreeDrafter(heads.vectors(TARGET), jspec.Tree.branching((2, 2)))
 
 
-def test_another_hidden_size(prompts):
+def test_different_hidden_size_is_rejected(prompts):
     drafter = jspec.PassDrafter(jnp.zeros((2, 24)))
     with pytest.raises(ValueError, match=r"embeddings of PassDrafter are .* \[2, 24\]; expected an array of shape"):
         jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=V), max_new_tokens=8)

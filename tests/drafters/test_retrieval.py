@@ -62,7 +62,7 @@ TOKENS = st.integers(0, VOCAB - 1)
     st.sampled_from([(1, 1), (3, 1), (5, 2)]),
     st.booleans(),
 )
-def test_laws_are_those_of_the_longest_matches(corpus, texts, drafted, ngrams, all_of_them):
+def test_distributions_follow_longest_corpus_matches(corpus, texts, drafted, ngrams, all_of_them):
     """Each row has its own distributions. If not all matches are examined, some of the longest are."""
     num_matches = max(len(corpus), 2) if all_of_them else 2
     drafter = RetrievalDrafter.from_tokens(corpus, VOCAB, *ngrams, num_matches)
@@ -79,7 +79,7 @@ def test_laws_are_those_of_the_longest_matches(corpus, texts, drafted, ngrams, a
                 assert not found[k, row][exact == 0].any() and abs(found[k, row].sum() - found[k, row].any()) < 1e-6
 
 
-def test_the_order_is_by_the_tokens_before():
+def test_corpus_is_ordered_by_preceding_tokens():
     rng = np.random.default_rng(0)
     for max_ngram in (1, 3, 4, 6):
         corpus = rng.integers(VOCAB, size=200)
@@ -88,7 +88,7 @@ def test_the_order_is_by_the_tokens_before():
         assert sorted(order) == list(range(200)) and [before[i] for i in order] == sorted(before)
 
 
-def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
+def test_examined_matches_are_a_fair_sample():
     """The tokens 0 1 are followed by 2 in the first half of the corpus and by 3 in the second."""
     corpus = [0, 1, 2] * 50 + [0, 1, 3] * 50
     drafter = RetrievalDrafter.from_tokens(corpus, 4, max_ngram=2, min_ngram=2)
@@ -98,7 +98,7 @@ def test_what_is_looked_at_of_many_matches_is_a_fair_sample():
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_the_text_is_that_of_plain_decoding(report, toy, prompts, x64):
+def test_output_equals_plain_decoding(report, toy, prompts, x64):
     """This holds for sampling with the target's noise and for greedy decoding; half of the corpus is target output."""
     target, batch = toy(0), prompts([9, 1, 5, 3])
     options = {"max_new_tokens": 48, "sampling": jspec.SamplingParams(temperature=np.array([0.0, 1.0, 0.0, 0.7]))}
@@ -113,7 +113,7 @@ def test_the_text_is_that_of_plain_decoding(report, toy, prompts, x64):
     assert rates[[0, 2]].min() > 0.9 and out.stats.rounds[[0, 2]].max() < 20
 
 
-def test_a_datastore_comes_back_and_is_replaced_whole(tmp_path):
+def test_datastore_is_restored_and_replaced_atomically(tmp_path):
     path = tmp_path / "store.safetensors"
     RetrievalDrafter.from_tokens([0, 1], 2).save(path)
     drafter = RetrievalDrafter.from_tokens(np.random.default_rng(0).integers(50, size=400), 50, 5, 3, 4)
@@ -143,7 +143,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_another_file_is_refused(damage, tmp_path):
+def test_other_files_are_rejected(damage, tmp_path):
     arrays, notes, message = DAMAGE[damage]
     path = tmp_path / "store.safetensors"
     save_file(TINY | arrays, path, NOTES | notes)
@@ -173,12 +173,12 @@ def test_another_file_is_refused(damage, tmp_path):
         (([1], 4, 2, 1, 1), "num_matches=1 covers only one side"),
     ],
 )
-def test_impossible_sizes_are_refused(arguments, message):
+def test_invalid_sizes_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         RetrievalDrafter.from_tokens(*arguments)
 
 
-def test_the_command_and_a_draft_from_its_datastore(run, tmp_path, monkeypatch):
+def test_index_command_builds_a_usable_datastore(run, tmp_path, monkeypatch):
     """The corpus is the target's output, so most of the draft is accepted. The vocabulary is the model's."""
     target, store = text_pair.write(tmp_path / "target"), tmp_path / "store.safetensors"
     common = "the thing", "--target", target, "--temperature", 0, "--max-new-tokens", 40, "--json"
@@ -217,7 +217,7 @@ def test_mistakes_end_in_one_sentence(run, tmp_path, content, options, code, mes
     assert found[:2] == (code, "") and message in found[2] and found[2].count("\n") == 1
 
 
-def test_its_help_loads_nothing_slow():
+def test_index_help_imports_nothing_slow():
     code = "import sys, jspec.cli\ntry: jspec.cli.main(['index', '--help'])\nfinally: print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.endswith("False\n")

@@ -38,7 +38,7 @@ class Returns(Stateless):
         return signals
 
 
-def test_a_call_in_the_other_form_is_translated():
+def test_calls_in_other_form_are_translated():
     signals = TargetSignals("hidden", "features", "likeliest", "target")
     for one in (Returns(), type("Both", (Forwards, Returns), {})()):
         assert one.commit((), None, None, signals) == one.commit((), None, None, signals=signals) == signals
@@ -48,7 +48,7 @@ def test_a_call_in_the_other_form_is_translated():
         assert one.init("tokens", 5, features="features").features == "features"
 
 
-def test_a_method_read_from_a_class_is_that_of_this_class():
+def test_method_read_from_class_belongs_to_that_class():
     first = type("First", (Forwards, Returns), {})
     second = type("Second", (first, type("Other", (Forwards,), {"commit": lambda *_: "other"})), {})
     signals = TargetSignals("hidden")
@@ -61,7 +61,7 @@ def test_arguments_may_be_passed_by_name():
     assert signals == TargetSignals("hidden", "features")
 
 
-def test_a_method_may_be_any_object_that_a_class_can_hold():
+def test_method_may_be_any_callable_attribute():
     def commit(option, state, draft, verdict, hidden):
         return option, hidden
 
@@ -83,7 +83,7 @@ def test_a_method_may_be_any_object_that_a_class_can_hold():
         assert made.commit((), None, None, TargetSignals("hidden")) == ("option", "hidden")
 
 
-def test_the_order_of_base_classes_decides_whose_method_it_is():
+def test_method_follows_base_class_order():
     class Sub(Forwards):
         def commit(self, state, draft, verdict, hidden):
             return "sub"
@@ -92,7 +92,7 @@ def test_the_order_of_base_classes_decides_whose_method_it_is():
     assert type("Second", (first, Sub), {})().commit((), None, None, TargetSignals("hidden")) == "sub"
 
 
-def test_a_wrapper_that_forwards_attributes_has_those_of_the_wrapped_drafter():
+def test_wrapper_exposes_attributes_of_wrapped_drafter():
     class Wrapper(Stateless):
         def __getattr__(self, name):
             return getattr(jspec.ModelDrafter(TARGET), name)
@@ -118,7 +118,7 @@ class Again(Drafter):
         return state
 
 
-def test_an_engine_begins_a_drafter_that_takes_signals():
+def test_engine_initialises_drafter_that_takes_signals():
     """The engine passes signals to `init` of a drafter that cannot read a prompt in pieces."""
     with Engine(TARGET, Again(), slots=1, max_length=32, num_draft_tokens=2) as engine:
         assert len(engine.generate([Request((1, 2, 3), 5)])[0].tokens) == 5

@@ -45,7 +45,7 @@ JOINT_LAWS = (
 
 
 @pytest.mark.parametrize(("name", "tree", "replacement", "rule"), by_default(JOINT_LAWS, JOINT_LAWS[:1]))
-def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement, rule):
+def test_three_tokens_have_target_joint_distribution(report, name, tree, replacement, rule):
     check_law(report, name, tree, rule, 8_192, replacement)
 
 
@@ -53,7 +53,7 @@ def test_three_tokens_have_the_target_joint_law(report, name, tree, replacement,
 @pytest.mark.parametrize(("replacement", "rule"), [*RULES, (False, "coupled")])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", BRANCHING)
-def test_three_tokens_have_the_target_joint_law_at_length(report, name, tree, replacement, rule):
+def test_three_tokens_have_target_joint_distribution_at_length(report, name, tree, replacement, rule):
     alone = [([ragged(3)[0][2]], [settings]) for settings in ragged(3)[1]]
     check_law(report, name, tree, rule, 200_000, replacement, [*alone, ragged(5)])
 
@@ -78,13 +78,13 @@ def check_coupled(report, toy, prompts, name, trees, requests):
 
 
 @pytest.mark.parametrize("name", MOST)
-def test_coupled_text_is_that_of_plain_decoding(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, [list(TREES)[BRANCHING.index(name) % len(TREES)]], 50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BRANCHING)
-def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding_at_length(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, TREES, 300)
 
 
@@ -111,19 +111,19 @@ def check_dynamic(report, toy, prompts, name, requests, width=3):
 
 
 @pytest.mark.parametrize("name", by_default(BRANCHING, FEW[:1]))
-def test_dynamic_trees_decode_as_plain_decoding(report, toy, prompts, name):
+def test_dynamic_tree_output_equals_plain_decoding(report, toy, prompts, name):
     check_dynamic(report, toy, prompts, name, 50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("name", BRANCHING)
-def test_dynamic_trees_decode_as_plain_decoding_at_length(report, toy, prompts, name, width):
+def test_dynamic_tree_output_equals_plain_decoding_at_length(report, toy, prompts, name, width):
     check_dynamic(report, toy, prompts, name, 300, width)
 
 
 @pytest.mark.slow
-def test_a_search_of_width_one_is_a_chain(toy, prompts):
+def test_dynamic_tree_of_width_one_is_a_chain(toy, prompts):
     """Under greedy decoding, both draft the most likely token, and after it the most likely token again."""
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([3, 5, 2])
     greedy = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0), "accept": "coupled"}
@@ -134,7 +134,7 @@ def test_a_search_of_width_one_is_a_chain(toy, prompts):
 
 
 @pytest.mark.slow
-def test_a_larger_dynamic_tree_needs_no_more_rounds(report, toy, prompts):
+def test_larger_dynamic_tree_needs_fewer_rounds(report, toy, prompts):
     target, draft, batch = toy(0), toy(0, distance=0.1), prompts([1 + i % 9 for i in range(20)])
     rounds = {}
     for nodes in (3, 8, 24):
@@ -146,7 +146,7 @@ def test_a_larger_dynamic_tree_needs_no_more_rounds(report, toy, prompts):
 
 
 @pytest.mark.parametrize("accept", by_default(("rejection", "coupled", "traversal"), ("rejection",)))
-def test_a_request_is_decoded_alone_as_in_a_batch(toy, prompts, accept):
+def test_output_is_same_alone_and_in_batch(toy, prompts, accept):
     tokens, lengths, keys = prompts([9, 1, 5])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
     drafter = tree_drafter("model", "depth first", (target, draft))
@@ -163,7 +163,7 @@ AS_CHAINS_SLOW = [(name, rule) for name in BRANCHING for rule in ("rejection", "
 
 
 @pytest.mark.parametrize(("name", "accept"), [*by_default(AS_CHAINS, AS_CHAINS[:1]), *by_default(AS_CHAINS_SLOW, ())])
-def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept):
+def test_chain_shaped_tree_decodes_like_chain(toy, prompts, name, accept):
     """Tokens, origins and counts are equal: there is one way of drafting and verifying, not two."""
     batch = prompts([4, 1, 7])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
@@ -175,7 +175,7 @@ def test_a_tree_that_is_a_chain_decodes_as_the_chain(toy, prompts, name, accept)
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_the_target_as_its_own_draft_is_accepted_to_the_leaves(toy, prompts):
+def test_target_as_its_own_draft_is_accepted_to_the_leaves(toy, prompts):
     """Under greedy decoding, the first child is the target's token: a round yields the whole depth plus one token."""
     target, batch = toy(0), prompts([3, 5])
     drafter, greedy = TreeDrafter(target, Tree.branching((2, 1, 2))), jspec.SamplingParams(temperature=0)
@@ -188,7 +188,7 @@ def test_the_target_as_its_own_draft_is_accepted_to_the_leaves(toy, prompts):
     np.testing.assert_array_equal(out.tokens, plain.tokens)
 
 
-def test_greedy_children_are_the_likeliest_tokens(toy, prompts):
+def test_greedy_children_are_top_tokens(toy, prompts):
     """If there are as many children as tokens, some child is always right."""
     target, draft, batch = toys.tiny_llama(0), toys.tiny_llama(1, 1), prompts([3, 5], vocab_size=8)
     greedy = jspec.SamplingParams(temperature=0)
@@ -199,7 +199,7 @@ def test_greedy_children_are_the_likeliest_tokens(toy, prompts):
     assert (few.origins == CORRECTED).any() and (few.origins == ACCEPTED).any()
 
 
-def test_limits_end_of_text_and_what_is_counted(toy, prompts):
+def test_limits_and_eos_cut_drafts_and_counts(toy, prompts):
     """If the limit is below the depth, deeper nodes do not count as drafted."""
     target, batch = toy(0), prompts([3, 5])
     drafter = TreeDrafter(target, Tree.branching((2, 1, 2)))
@@ -214,7 +214,7 @@ def test_limits_end_of_text_and_what_is_counted(toy, prompts):
     assert ended.lengths[1] == 1 and ended.stats.drafted[1] == 2 and ended.stats.accepted[1] == 1
 
 
-def test_one_program_for_other_prompts(toy, prompts, compilations):
+def test_same_program_serves_other_prompts(toy, prompts, compilations):
     target = toy(0)
     drafter = TreeDrafter(toy(1), Tree.branching((2, 2)))
     options = {"max_new_tokens": 8}
@@ -227,14 +227,14 @@ def test_one_program_for_other_prompts(toy, prompts, compilations):
 MODEL = toys.tiny_llama(0)
 
 
-def test_drafts_are_held_to_the_contract(toy, prompts):
+def test_tree_drafts_satisfy_contract(toy, prompts):
     target, batch = toy(0), prompts([3, 5])
     with jax.enable_checks(True):
         out = drafters.generate(target, TreeDrafter(toy(1), TREES["2-2-1"]), batch, max_new_tokens=6)
     np.testing.assert_array_equal(out.lengths, 6)
 
 
-def test_it_decodes_with_64_bit_types_enabled(toy, prompts):
+def test_trees_decode_with_64_bit_types_enabled(toy, prompts):
     tokens, lengths, keys = prompts([4, 1])
     for accept in ("rejection", "coupled"):
         with jax.enable_x64(True):
@@ -251,7 +251,7 @@ def test_it_decodes_with_64_bit_types_enabled(toy, prompts):
 @pytest.mark.parametrize(
     "accept", ["coupled", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "traversal", "k-seq"))]
 )
-def test_a_context_without_a_law_ends_the_text_in_a_tree_too(prompts, accept):
+def test_context_without_distribution_ends_text_in_tree(prompts, accept):
     """A row that reads token 7 gets no distribution. It stops there and is marked `invalid`."""
     model = jax.tree.map(lambda leaf: leaf, MODEL)
     model.embed_tokens.weight.set_value(model.embed_tokens.weight[...].at[:, 7].set(jnp.nan))

@@ -52,7 +52,7 @@ MODEL = toys.tiny_llama(0)
         (ValueError, "The draft's vocabulary has 61 tokens and the target's 8", {"draft": "toy"}),
     ],
 )
-def test_refusals(toy, prompts, error, message, options):
+def test_invalid_tree_options_are_rejected(toy, prompts, error, message, options):
     options = {"draft": MODEL, "tree": Tree.branching((2, 1)), "replacement": False} | options
     draft = toy(0) if options["draft"] == "toy" else options["draft"]
     others = {name: options[name] for name in ("num_draft_tokens", "accept") if name in options}
@@ -72,7 +72,7 @@ def test_refusals(toy, prompts, error, message, options):
         ("num_nodes must be an int of at least 1; got 2.5", (MODEL, 2.5, 2), "coupled"),
     ],
 )
-def test_refusals_of_dynamic_trees(prompts, message, drafter, accept):
+def test_invalid_dynamic_trees_are_rejected(prompts, message, drafter, accept):
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(
             MODEL, DynamicTreeDrafter(*drafter), *prompts([3], vocab_size=8), max_new_tokens=8, accept=accept
@@ -90,12 +90,12 @@ def test_refusals_of_dynamic_trees(prompts, message, drafter, accept):
         (lambda: jspec.theory.best_tree(["a"], 3, 2), "must be a list of probabilities"),
     ],
 )
-def test_what_is_no_tree_or_number_is_refused_in_one_sentence(call, message):
+def test_invalid_trees_and_numbers_give_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_target_that_is_none_is_named(prompts):
+def test_invalid_target_is_reported(prompts):
     with pytest.raises(TypeError, match="target is of type str, which lacks config"):
         jspec.speculative_generate("x", TreeDrafter(MODEL, Tree.chain(2)), *prompts([3]), max_new_tokens=4)
 
@@ -132,7 +132,7 @@ class Bare(Trie):
         return Draft(tokens, None)
 
 
-def test_drafts_of_ones_own(prompts):
+def test_custom_tree_drafters_are_supported_and_validated(prompts):
     batch = prompts([3, 2], vocab_size=8)
     plain = jspec.generate(MODEL, *batch, max_new_tokens=6)
     for drafter in (Trie(jnp.zeros(2)), Lawless(jnp.zeros(2))):
@@ -147,7 +147,7 @@ def test_drafts_of_ones_own(prompts):
             jspec.speculative_generate(MODEL, drafter, *batch, max_new_tokens=6)
 
 
-def test_only_chains_are_combined_and_tuned(prompts):
+def test_trees_cannot_be_combined_or_tuned(prompts):
     tree = TreeDrafter(MODEL, Tree.branching((2,)))
     for make in (lambda: FallbackDrafter(tree, MODEL), lambda: CascadeDrafter(MODEL, tree)):
         with pytest.raises(TypeError, match="drafts a tree, but only chains can be combined"):
