@@ -69,17 +69,17 @@ def check_law(report, kind, count):
 
 
 @pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
-def test_texts_have_the_law_of_the_constrained_model(report, kind):
+def test_constrained_texts_have_constrained_distribution(report, kind):
     check_law(report, kind, 2_000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_texts_have_the_law_of_the_constrained_model_at_length(report, kind):
+def test_constrained_texts_have_constrained_distribution_at_length(report, kind):
     check_law(report, kind, 40_000)
 
 
-def test_a_text_does_not_depend_on_how_it_was_drafted():
+def test_constrained_text_does_not_depend_on_drafting():
     """The output does not depend on the drafter, on neighbouring slots, or on a failed device call."""
     found = []
     for draft, slots in ((None, 1), (drafter_of("chain"), 3), (drafter_of("tree"), 2)):
@@ -95,7 +95,7 @@ def test_a_text_does_not_depend_on_how_it_was_drafted():
         assert request.constraint is None or all(map(matcher.consume, tokens))
 
 
-def test_a_constraint_that_fails_ends_its_request_alone():
+def test_failing_constraint_ends_only_its_request():
     free, failing, other = requests(3)
     failing = Request(failing.tokens, 24, key=failing.key, constraint=lambda: NoMultiples(fails_at=4))
     with Engine(*models(), slots=3, **OPTIONS) as engine:
@@ -107,7 +107,7 @@ def test_a_constraint_that_fails_ends_its_request_alone():
     assert all(map(NoMultiples().consume, found[1].tokens[:1])) and len(found[1].tokens) <= 4
 
 
-def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
+def test_constraint_failure_on_draft_tokens_does_not_end_request():
     """A constraint that fails on draft tokens ends the request only if the output itself reaches that point."""
 
     class Breaks(NoMultiples):
@@ -141,7 +141,7 @@ def test_what_fails_behind_a_guess_is_no_failure_of_the_text():
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
+def test_constraint_that_cannot_be_created_ends_only_its_request(keyed):
     def fails():
         raise KeyError("planted")
 
@@ -156,7 +156,7 @@ def test_a_constraint_that_cannot_be_made_ends_its_request_alone(keyed):
     assert [found[i].error for i in (1, 3)] == ["The constraint cannot be created: KeyError: 'planted'"] * 2
 
 
-def test_drafted_ids_that_are_vectors_are_not_asked_for():
+def test_constraints_ignore_ids_beyond_vocabulary():
     """Drafters with embeddings feed the target ids beyond its vocabulary; constraints are never asked about these."""
     table = np.ones(VOCAB, bool)
 
@@ -170,7 +170,7 @@ def test_drafted_ids_that_are_vectors_are_not_asked_for():
             assert result.finish_reason == "length", result.error
 
 
-def test_what_leaves_no_token_is_said():
+def test_empty_set_of_allowed_tokens_is_reported():
     bias = np.where(np.arange(VOCAB) == 0, 0, -np.inf).astype(np.float32)  # the constraint forbids a 0 after a 0
     with Engine(*models(), slots=3, **OPTIONS) as engine:
         result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]

@@ -43,12 +43,12 @@ def engine(models):
         yield engine
 
 
-def test_texts_are_those_of_the_requests_alone(engine, models):
+def test_engine_texts_equal_single_request_texts(engine, models):
     requests = made(40)
     check_texts(models[0], requests, engine.generate(requests))
 
 
-def test_a_prefix_that_a_slot_holds_is_not_read_again(engine, models):
+def test_cached_prefix_is_not_prefilled_again(engine, models):
     first = made(6, seed=1)
     first = [dataclasses.replace(one, max_new_tokens=4, eos_ids=()) for one in first]
     texts = [one.tokens + tuple(found.tokens) for one, found in zip(first, engine.generate(first), strict=True)]
@@ -61,7 +61,7 @@ def test_a_prefix_that_a_slot_holds_is_not_read_again(engine, models):
     assert not any(found.cached for found in others)
 
 
-def test_requests_come_and_go_while_others_write(engine, models):
+def test_concurrent_requests_and_cancellations_keep_texts_correct(engine, models):
     """Submit requests from several threads and cancel some of them midway."""
     requests, found = made(24, seed=2), {}
 
@@ -90,7 +90,7 @@ def test_requests_come_and_go_while_others_write(engine, models):
         assert found[i].tokens == text[: len(found[i].tokens)]
 
 
-def test_a_journal_is_the_run(engine, models):
+def test_journal_replay_reproduces_run(engine, models):
     """Replaying a journal on another runner reproduces the run bit for bit."""
     engine.generate([*made(8, seed=12), *made(4, seed=13, seeded=False)])
     commands = list(engine.device.commands)
@@ -110,7 +110,7 @@ def test_a_journal_is_the_run(engine, models):
     assert tokens > 100
 
 
-def test_nothing_is_compiled_for_requests_of_another_kind(shallow, compilations):
+def test_different_requests_do_not_recompile(shallow, compilations):
     with Engine(*shallow, **OPTIONS | {"slots": 2, "chunks": (16,)}, num_draft_tokens=2) as engine:
         engine.generate(made(14, seed=3) + made(2, seed=3, seeded=False))
         COMPILE(engine.device)
@@ -120,7 +120,7 @@ def test_nothing_is_compiled_for_requests_of_another_kind(shallow, compilations)
         assert compilations() == before
 
 
-def test_a_failure_is_survived(models, monkeypatch):
+def test_failed_call_is_recovered(models, monkeypatch):
     """After a failed call, seeded requests continue unchanged; the others end with an error."""
     requests = made(6, seed=6)
     requests[2] = dataclasses.replace(requests[2], key=None)
@@ -140,7 +140,7 @@ def test_a_failure_is_survived(models, monkeypatch):
     check_texts(models[0], [requests[i] for i in kept], [results[i] for i in kept])
 
 
-def test_what_always_fails_ends(models, monkeypatch):
+def test_permanent_failure_ends_all_requests(models, monkeypatch):
     with Engine(*models, **OPTIONS) as engine:
         monkeypatch.setattr(engine.device, "decode_rounds", lambda *_: 1 / 0)
         results = engine.generate(made(5, seed=7))
@@ -149,7 +149,7 @@ def test_what_always_fails_ends(models, monkeypatch):
         assert engine.generate(made(1, seed=8))[0].finish_reason in ("eos", "length")
 
 
-def test_a_drafter_that_guesses_no_tokens_is_named(shallow):
+def test_drafter_with_invalid_ids_is_named(shallow):
     class Beyond(jspec.NGramDrafter):
         def propose(self, state, context, num_draft_tokens):
             draft, state = super().propose(state, context, num_draft_tokens)
@@ -162,7 +162,7 @@ def test_a_drafter_that_guesses_no_tokens_is_named(shallow):
     assert result.finish_reason == "error" and "Beyond drafted ids outside" in result.error
 
 
-def test_a_lossy_rule_gives_its_receipt(shallow):
+def test_lossy_rule_reports_distortion(shallow):
     with Engine(*shallow, **OPTIONS | {"slots": 2}, num_draft_tokens=2, accept=jspec.Lenient(0.5)) as engine:
         free, keyed = engine.generate([Request((1, 2, 3), NEW), Request((1, 2, 3), NEW, key=jax.random.key(0))])
     assert free.distortion > 0 and keyed.distortion == 0
@@ -181,7 +181,7 @@ def check_likeliest(logits, tokens, logprobs, tops, count):
             assert dict(one).get(token, logprob) == logprob  # bitwise: clients recognise greedy tokens by it
 
 
-def test_log_probabilities_of_the_likeliest_and_of_the_prompt(engine, models):
+def test_top_logprobs_and_prompt_logprobs_are_raw(engine, models):
     """Log-probabilities are raw for any sampling parameters and neighbours, whether or not the prefix is cached."""
     first = made(10, seed=20)
     counts = [i % 4 * 2 for i in range(10)]
@@ -223,7 +223,7 @@ def test_streams_grow_and_end(engine, models):
         assert sizes == sorted(sizes) and sizes[-1] == len(tokens), request
 
 
-def test_a_listener_that_fails_harms_nobody(engine, models):
+def test_failing_callback_does_not_affect_other_requests(engine, models):
     def fails(result):
         raise KeyError("planted")
 
@@ -233,7 +233,7 @@ def test_a_listener_that_fails_harms_nobody(engine, models):
     assert active.result.finish_reason in ("cancelled", "length")
 
 
-def test_an_error_beside_an_engine_cancels_what_it_does(models):
+def test_error_in_engine_context_cancels_requests(models):
     with pytest.raises(KeyError), Engine(*models, **OPTIONS) as engine:
         active_requests = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
         raise KeyError("planted")
@@ -241,7 +241,7 @@ def test_an_error_beside_an_engine_cancels_what_it_does(models):
     assert "cancelled" in {active.result.finish_reason for active in active_requests}
 
 
-def test_who_leaves_a_stream_frees_the_slot(engine):
+def test_abandoned_stream_frees_its_slot(engine):
     async def leave():
         async for result in engine.stream(Request((1, 2, 3), NEW, key=jax.random.key(0))):
             return result
@@ -251,7 +251,7 @@ def test_who_leaves_a_stream_frees_the_slot(engine):
     assert {result.finish_reason for result in results} <= {"cancelled", "length"}
 
 
-def test_bad_requests_are_refused_at_once(engine):
+def test_bad_requests_are_rejected_at_once(engine):
     for request, message in (
         (Request((), 3), "nothing to continue"),
         (Request((VOCAB,), 3), "outside the vocabulary"),
@@ -273,7 +273,7 @@ def test_bad_requests_are_refused_at_once(engine):
         engine.submit(Request((1,), 3, key=jax.random.PRNGKey(0)), print)
 
 
-def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch):
+def test_full_queue_and_closed_engine_reject_requests(models, monkeypatch):
     held = threading.Event()
     with Engine(*models, **OPTIONS, max_waiting=2) as engine:
         turn = engine._loop.turn
@@ -289,7 +289,7 @@ def test_too_many_are_refused_and_a_closed_engine_takes_none(models, monkeypatch
             stopped.submit(Request((1,), 3), print)
 
 
-def test_what_cannot_be_an_engine_is_refused(models):
+def test_invalid_engine_options_are_rejected(models):
     target, draft = models
 
     for options, message in (
@@ -311,7 +311,7 @@ def test_what_cannot_be_an_engine_is_refused(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 4, 8])
-def test_a_thousand_texts(models, slots):
+def test_thousand_engine_texts_equal_single_request_texts(models, slots):
     requests = made(1000, seed=11)
     with Engine(*models, **(OPTIONS | {"slots": slots})) as engine:
         check_texts(models[0], requests, engine.generate(requests))

@@ -64,7 +64,7 @@ def models():
         lambda target: jspec.FallbackDrafter(jspec.NGramDrafter(), target),
     ],
 )
-def test_an_engine_without_a_thread_drafts(models, drafter):
+def test_engine_without_thread_drafts(models, drafter):
     """An engine without a thread drafts even if it must first measure the cost of rounds, call by call."""
     engine = Engine(models[0], drafter(models[0]), slots=1, max_length=200)
     (*_, result) = engine.stream_sync(Request((1, 2), 190, key=jax.random.key(0)))
@@ -76,7 +76,7 @@ def test_an_engine_without_a_thread_drafts(models, drafter):
 
 
 @pytest.mark.parametrize("error", [KeyError("planted"), asyncio.CancelledError(), Panic("planted")])
-def test_what_ends_a_thread_ends_one_request(models, error):
+def test_callback_or_constraint_error_ends_only_its_request(models, error):
     """An error raised by a listener, a constraint factory or a constraint ends only that request."""
 
     def fails(*_):
@@ -94,7 +94,7 @@ def test_what_ends_a_thread_ends_one_request(models, error):
         assert one.is_refused and other.is_refused and "The constraint" in one.error and "failed" in other.error
 
 
-def test_a_failed_turn_does_not_end_the_thread(models, monkeypatch):
+def test_failed_turn_does_not_end_thread(models, monkeypatch):
     with Engine(*models, **OPTIONS) as engine:
         turn, fails = engine._loop.turn, [Panic("planted")] * 2
 
@@ -108,7 +108,7 @@ def test_a_failed_turn_does_not_end_the_thread(models, monkeypatch):
         check_texts(models[0], requests, engine.generate(requests))
 
 
-def test_a_cancellation_is_not_taken_back(models):
+def test_cancellation_is_not_undone_by_second_close(models):
     """Closing the engine a second time, as its `with` block does, does not undo a cancellation."""
     with Engine(*models, **OPTIONS) as engine:
         active_requests = [engine.submit(Request((1, 2), NEW), print) for _ in range(9)]
@@ -117,7 +117,7 @@ def test_a_cancellation_is_not_taken_back(models):
     assert "cancelled" in {active.result.finish_reason for active in active_requests}
 
 
-def test_who_is_interrupted_leaves_nothing_running(models, monkeypatch):
+def test_interrupted_generate_cancels_its_requests(models, monkeypatch):
     class Interrupted(queue.SimpleQueue):
         def get(self):
             raise KeyboardInterrupt
@@ -132,7 +132,7 @@ def test_who_is_interrupted_leaves_nothing_running(models, monkeypatch):
             assert time.monotonic() < end
 
 
-def test_a_failure_between_two_rows_spoils_no_choice(monkeypatch):
+def test_failure_between_rows_keeps_draft_statistics_aligned(monkeypatch):
     """Draft lengths and accepted counts stay in step; otherwise no draft length could be chosen again."""
     loop, deliver, fails = Loop(FakeRunner(), 8, 1.0), Loop._deliver, [1]
 
@@ -151,7 +151,7 @@ def test_a_failure_between_two_rows_spoils_no_choice(monkeypatch):
     assert {active.result.finish_reason for active in active_requests} == {"length"} and not fails
 
 
-def test_a_journal_with_constraints_is_the_run(models):
+def test_journal_replay_with_constraints_reproduces_run(models):
     """A replay need not wait: every constraint has been asked for its mask before it is released."""
     with Engine(*models, **OPTIONS, journal=True) as engine:
         slow = [dataclasses.replace(one, constraint=lambda: Anything(seconds=0.003)) for one in made(5, seed=2)]
@@ -166,7 +166,7 @@ def test_a_journal_with_constraints_is_the_run(models):
         assert unpack(a, slots, num_top, slots) == unpack(b, slots, num_top, slots)
 
 
-def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
+def test_constraint_without_cpu_backend_is_rejected(models, monkeypatch):
     monkeypatch.setattr("jspec.engine.validate_request._has_cpu", lambda: False)
     with Engine(*models, **OPTIONS) as engine, pytest.raises(ValueError, match="add cpu to JAX_PLATFORMS"):
         engine.generate([Request((1, VOCAB - 1), NEW, constraint=Anything)])
@@ -179,7 +179,7 @@ def test_a_constraint_where_there_is_no_cpu_is_refused(models, monkeypatch):
         lambda target: jspec.CascadeDrafter(target, jspec.NGramDrafter()),
     ],
 )
-def test_what_two_drafters_lack_is_read_before_they_draft(models, drafter):
+def test_combined_drafter_catches_up_before_drafting(models, drafter):
     """Tokens decoded without drafts are read before drafting; tokens skipped here would stay missing for good."""
     target, sizes = models[0], Sizes(1, 64, 1, (8,), (0, 8), 4)
     runner = Runner(target, drafter(target), RULES["rejection"], sizes)

@@ -76,7 +76,7 @@ def linear(draft, verify):
 @pytest.mark.parametrize("costs", [linear(0.17, 0.02), linear(0.05, 0.0), linear(0.3, 0.5)], ids=["own", "low", "high"])
 @pytest.mark.parametrize("easy", [0.0, 0.3])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, easy, costs):
+def test_chosen_length_is_nearly_as_good_as_best(report, rows, easy, costs):
     shares, of_plain = [], []
     for rate in (0.05, 0.3, 0.6, 0.75, 0.95):
         requests = Requests([rate] * rows, costs, seed=rows, easy=easy)
@@ -88,7 +88,7 @@ def test_what_is_chosen_is_worth_as_much_as_the_best(report, rows, easy, costs):
     assert min(shares) > 0.96 and min(of_plain) > 0.97
 
 
-def test_it_follows_what_drafts_are_worth():
+def test_policy_follows_changing_acceptance():
     """When acceptance changes with the text, drafting stops and starts again."""
     requests, policy, shares = Requests([0.9] * 4, linear(0.2, 0.1)), LengthPolicy(LENGTHS[-1]), []
     for rate in (0.9, 0.05, 0.9, 0.4):
@@ -99,7 +99,7 @@ def test_it_follows_what_drafts_are_worth():
     assert min(shares) > 0.95, shares
 
 
-def test_each_is_tried_once_and_then_seldom():
+def test_each_length_is_tried_once_and_then_rarely():
     policy, costs, tried = LengthPolicy(LENGTHS[-1]), {}, []
     for _ in range(2_000):
         tried.append(policy.next(LENGTHS, costs, [([2, 2, 4, 0], [4] * 4)]))
@@ -111,7 +111,7 @@ def test_each_is_tried_once_and_then_seldom():
     assert {k for k, _ in runs} == {best, LENGTHS[LENGTHS.index(best) - 1], LENGTHS[LENGTHS.index(best) + 1]}
 
 
-def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
+def test_disturbed_first_cost_is_measured_again(monkeypatch):
     """A call measured after prompts were read, as when an engine starts under load, is measured again."""
     clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
@@ -123,7 +123,7 @@ def test_a_first_cost_that_was_disturbed_is_measured_again(monkeypatch):
     assert round_budget.is_measured("kind") and round_budget.costs["kind"] == 1
 
 
-def test_drafts_that_seldom_come_and_then_are_good():
+def test_rare_but_good_drafts_are_valued_by_average_gain():
     """A drafter that drafts in a quarter of all rounds gains a quarter of what its drafts gain."""
     rounds = [2, 0, 0, 0] * 8
     for cost, expected in ((1.4, 2), (1.6, 0)):  # the cost of drafting two tokens, which gain half a token per round
@@ -133,7 +133,7 @@ def test_drafts_that_seldom_come_and_then_are_good():
         assert policy.next((0, 2), {0: 1.0, 2: cost}, [(rounds, [2] * 32)]) == expected
 
 
-def test_a_warm_up_that_was_wrong_is_made_good():
+def test_policy_recovers_from_wrong_warm_up():
     """Recover from a warm-up that reported twice the true cost of plain rounds when plain rounds beat drafting."""
     requests, policy = Requests([0.3] * 4, linear(0.17, 0.3), biased=2.0), LengthPolicy(LENGTHS[-1])
     requests.play(policy, 1_500)
@@ -141,7 +141,7 @@ def test_a_warm_up_that_was_wrong_is_made_good():
     assert tokens / seconds > 0.95 * requests.best()[0]
 
 
-def test_a_first_call_counts_only_until_another_has_ended():
+def test_first_call_counts_only_until_second_measurement():
     round_budget = RoundBudget(8, 1.0)
     round_budget.record("kind", 9.0, alone=False)
     assert round_budget.costs == {"kind": 9.0} and not round_budget.is_measured("kind")
@@ -150,7 +150,7 @@ def test_a_first_call_counts_only_until_another_has_ended():
         assert round_budget.costs == {"kind": 1.0} and round_budget.is_measured("kind")
 
 
-def test_a_warm_up_measures_of_each_kind_what_it_costs(monkeypatch):
+def test_warm_up_measures_cost_of_each_kind(monkeypatch):
     """The warm-up measures each kind's cost, here on a clock that advances by a different amount for each kind.
 
     No request reaches its end.
@@ -179,7 +179,7 @@ def test_a_warm_up_measures_of_each_kind_what_it_costs(monkeypatch):
             round_budget.record(kind, 0.01)  # so cheap that a call may have the maximum number of rounds
 
 
-def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
+def test_prefill_between_calls_is_not_counted_as_cost(monkeypatch):
     clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     round_budget = RoundBudget(max_rounds=16, seconds=4.0)
@@ -190,7 +190,7 @@ def test_what_was_read_between_two_calls_is_not_their_cost(monkeypatch):
     )
 
 
-def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
+def test_caller_time_between_calls_is_excluded(monkeypatch):
     round_budget, now = RoundBudget(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(now))
     round_budget.record_call("kind", 1, True, True)
@@ -216,6 +216,6 @@ def test_what_a_caller_does_between_two_calls_is_not_their_time(monkeypatch):
         (8, Variant.FULL, 8, Variant.FULL),
     ],
 )
-def test_no_more_slots_are_decoded_than_programs_for_them_allow(num_slots, variant, count, decoded):
+def test_slots_are_rounded_up_to_smallest_program_size(num_slots, variant, count, decoded):
     """Constrained requests have no programs for half of the slots."""
     assert Sizes(8, 64, 1, (8,), (0, 4), 2, small_batch_sizes=(1, 4)).shape(num_slots, variant) == (count, decoded)

@@ -125,7 +125,7 @@ def runner(models, name, **changes):
 # By default one of each kind: drafters that prefill by themselves, from the target's hidden states, or not at all;
 # combined drafters; and trees.
 @pytest.mark.parametrize("name", by_default(NAMES, ("model", "ngram", "eagle", "fallback", "several")))
-def test_a_text_is_that_of_the_request_alone(models, requests, name):
+def test_text_equals_single_request_text(models, requests, name):
     """The output is the same for any drafter, draft length and slot, and for any order of prefilling the drafter."""
     prompts, keys, alone = requests
     host = Host(runner(models, name), prompts, keys, models[0].config.vocab_size)
@@ -136,7 +136,7 @@ def test_a_text_is_that_of_the_request_alone(models, requests, name):
 
 
 @pytest.mark.parametrize("name", by_default(NAMES, ("model", "eagle", "lookahead")))
-def test_a_text_that_begins_as_another_does(models, requests, name):
+def test_copied_prefix_does_not_change_texts(models, requests, name):
     """Copying a prefix and its drafter state from a slot that is still decoding changes neither output."""
     prompts, keys, alone = requests
     prompt, shared = prompts[2], len(prompts[2]) - 7
@@ -177,7 +177,7 @@ def tree_drafters(target, draft):
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_trees_of_drafters(models, requests, which):
+def test_tree_drafters_keep_single_request_texts(models, requests, which):
     prompts, keys, alone = requests
     rule, drafter = list(tree_drafters(*models))[which]
     sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (0, drafter.tree.max_depth), 2, TOP)
@@ -205,7 +205,7 @@ class Whole:
         return state
 
 
-def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
+def test_drafter_that_reads_whole_prompts_is_supported(models, requests):
     prompts, keys, alone = requests
     sizes = Sizes(SLOTS, max(LENGTHS) + NEW, 1, (4, 16), (2,), 2)
     one = Runner(models[0], as_drafter(Whole(jspec.ModelDrafter(models[0]))), RULES["rejection"], sizes)
@@ -218,7 +218,7 @@ def test_a_drafter_that_reads_texts_as_a_whole(models, requests):
 
 
 @pytest.mark.parametrize("name", by_default(NAMES, ("medusa", "lookahead")))
-def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, requests, name):
+def test_rounds_during_prefill_leave_no_trace(models, requests, name):
     """Rounds decoded during a prefill leave no trace; under rejection, their noise would also verify the draft."""
     prompts, keys, _ = requests
     vocab_size = models[0].config.vocab_size
@@ -245,7 +245,7 @@ def test_rounds_played_while_a_text_is_read_leave_nothing_behind(models, request
         assert same[0] == same[1] == same[2]
 
 
-def test_a_text_is_read_by_the_pieces_that_cost_least(models):
+def test_prompt_is_prefilled_in_cheapest_pieces(models):
     runner = Runner(models[0], None, RULES["rejection"], Sizes(SLOTS, 64, 1, (4, 16), (0,), 2))
     unread = (1, 2, 5, 6, 9, 10, 13, 14, 17, 18, 100)
     # With equal costs, use as few pieces as possible.
@@ -260,14 +260,14 @@ def test_a_text_is_read_by_the_pieces_that_cost_least(models):
     assert {runner.piece_size(n) for n in unread} == {16} and runner.piece_size(100, scored=True) == 4
 
 
-def test_a_warm_up_measures_what_pieces_cost(models):
+def test_warm_up_measures_prefill_costs(models):
     runner = Runner(models[0], None, RULES["rejection"], Sizes(SLOTS, 64, 1, (4, 16), (0,), 2))
     warm_up(runner, RoundBudget(2, 1.0))
     assert set(runner.costs) == {4, 16} and all(0 < seconds != 1 for seconds in runner.costs.values())
     assert not np.asarray(runner._slots.num_drafter_read).any(), "of nobody is anything read"
 
 
-def test_a_warm_up_measures_what_rounds_cost(models):
+def test_warm_up_measures_round_costs(models):
     """Measure every kind of call, but not a program's first call, which includes start-up time."""
     one, round_budget, played = runner(models, "model", length=64, small_batch_sizes=(1, 2)), RoundBudget(2, 1.0), []
     decode_rounds = one.decode_rounds
@@ -285,7 +285,7 @@ def test_a_warm_up_measures_what_rounds_cost(models):
     assert {len(found) for found in round_budget._measurements.values()} == {played.count((4, Variant.FULL, SLOTS)) - 1}
 
 
-def test_a_call_that_others_wait_for_ends_when_a_row_does(models, requests):
+def test_call_stops_when_a_row_finishes_while_requests_wait(models, requests):
     """The next call, launched before the end was known, stops after one round; neither stops if no request waits."""
     prompts, keys, alone = requests
     vocab_size, found = models[0].config.vocab_size, {}
@@ -323,7 +323,7 @@ def test_a_call_that_others_wait_for_ends_when_a_row_does(models, requests):
     ],
     ids=str,
 )
-def test_no_program_copies_a_cache(models, as_shipped, key, report):
+def test_no_engine_program_copies_a_cache(models, as_shipped, key, report):
     """Slots are donated, and their contents stay in place."""
     one = runner(models, "model", length=400)  # long enough that attention chooses how much of the cache to read
     program = one._lowered(key).compile(as_shipped).as_text()

@@ -19,7 +19,7 @@ def run_all(loop, runner, active_requests, failing, call="decode_rounds"):
         loop.turn()
 
 
-def test_a_request_that_always_fails_is_given_up():
+def test_request_that_always_fails_is_given_up():
     """A request is given up although others progress: a call whose output is not delivered counts as failed."""
     loop = Loop(FakeRunner(), 8, 1.0)
     bad, good = (make_active(Request((i, 7, 7), 50, key=KEY), print) for i in (1, 2))
@@ -35,7 +35,7 @@ def test_a_request_that_always_fails_is_given_up():
 @pytest.mark.parametrize(
     "bad", [{0}, {1}, {5}, {0, 1}, {1, 3}, {2, 3}, {1, 2, 3}, {0, 2, 4}, {0, 1, 2, 3}, {1, 2, 3, 4, 5}]
 )
-def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
+def test_failing_requests_fail_alone(bad, drafting):
     """A failing request fails alone, in any slot and at any stage: neighbours and later requests finish."""
     runner = FakeRunner()
     loop, decode_rounds = Loop(runner, 8, 1.0), runner.decode_rounds
@@ -56,7 +56,7 @@ def test_who_makes_calls_fail_takes_nobody_along(bad, drafting):
 
 
 @pytest.mark.parametrize("call", ["assign_slot", "prefill", "decode_rounds"])
-def test_of_requests_that_fail_none_takes_another_along(call, report):
+def test_random_failing_requests_fail_alone(call, report):
     """Random requests finish wherever the device fails because of some others."""
     lost, others = 0, 0
     for seed in range(200):
@@ -83,7 +83,7 @@ def test_of_requests_that_fail_none_takes_another_along(call, report):
     assert lost == 0
 
 
-def test_failures_now_and_then_end_nobody():
+def test_occasional_failures_end_no_request():
     """Occasional failures end no request, not even one that is in prefill throughout."""
     runner = FakeRunner()
     loop, calls, decode_rounds = Loop(runner, 8, 1.0), itertools.count(1), runner.decode_rounds
@@ -97,7 +97,7 @@ def test_failures_now_and_then_end_nobody():
     assert {active.result.finish_reason for active in active_requests} == {"length"} and next(calls) > 15
 
 
-def test_a_device_that_always_fails_is_given_up():
+def test_permanently_failing_device_is_given_up():
     runner = FakeRunner()
     loop = Loop(runner, 8, 1.0)
     active_requests = [make_active(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]
@@ -109,7 +109,7 @@ def test_a_device_that_always_fails_is_given_up():
     assert {active.result.finish_reason for active in active_requests} == {"error"} and not loop.is_busy
 
 
-def test_a_device_that_cannot_be_emptied_ends_all():
+def test_failed_reset_ends_all_requests():
     runner = FakeRunner()
     loop = Loop(runner, 8, 1.0)
     active_requests = [make_active(Request((i, 7, 7), 50, key=KEY), print) for i in range(1, 6)]

@@ -36,10 +36,10 @@ def check_law(report, count):
     assert min(p_values) > oracle.ALPHA / 6
 
 
-def test_texts_have_the_target_law(report):
+def test_texts_have_target_distribution(report):
     check_law(report, 2_000)
 
 
 @pytest.mark.slow
-def test_texts_have_the_target_law_at_length(report):
+def test_texts_have_target_distribution_at_length(report):
     check_law(report, 40_000)

@@ -83,12 +83,12 @@ TestRequests.settings = hypothesis.settings(max_examples=60, stateful_step_count
 
 
 @pytest.mark.slow
-def test_twenty_thousand_steps():
+def test_random_request_sequences_keep_invariants():
     settings = hypothesis.settings(max_examples=400, stateful_step_count=50, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(Requests, settings=settings)
 
 
-def test_the_slot_that_holds_most_of_a_text_is_taken():
+def test_slot_with_longest_cached_prefix_is_chosen():
     scheduler = Scheduler(3)
     scheduler.cached_texts = [((1, 2, 3, 4), ""), ((1, 2, 9), ""), ((1, 2, 3, 4, 5, 6), "salt")]
     for tokens, salt, slot, kept in (
@@ -125,7 +125,7 @@ TEXT = (1, *[7] * 40)
 
 
 @pytest.mark.parametrize("salts, most", [(("", "", ""), 40 + 2 * 8), (("", "its own", ""), 2 * 40 + 8)])
-def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypatch):
+def test_prefix_in_prefill_is_awaited_and_copied(salts, most, monkeypatch):
     runner = FakeRunner()
     pieces, assigned = counted(runner, monkeypatch), counted(runner, monkeypatch, "assign_slot")
     loop = Loop(runner, 8, 1.0)
@@ -139,7 +139,7 @@ def test_what_somebody_is_reading_is_waited_for_and_copied(salts, most, monkeypa
     assert read == sum(len(one.request.tokens) - 1 - one.result.cached for one in asked) and read <= most
 
 
-def test_who_reads_all_for_scores_is_not_waited_for_where_another_has_read_it():
+def test_cached_prefix_is_used_during_scored_prefill():
     loop = Loop(FakeRunner(), 16, 1.0)
     before, scored, asked = (make_active(Request(TEXT, 12, prompt_logprobs=one), print) for one in (False, True, False))
     loop.submit(before)
@@ -155,7 +155,7 @@ def test_who_reads_all_for_scores_is_not_waited_for_where_another_has_read_it():
     assert not scored.is_prefilled and asked.is_prefilled and asked.result.cached == len(TEXT) - 2
 
 
-def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
+def test_prefix_of_cancelled_request_is_reused():
     loop = Loop(FakeRunner(), 8, 1.0)
     first, asked = (make_active(Request(TEXT, 3), print) for _ in range(2))
     loop.submit(first)
@@ -170,7 +170,7 @@ def test_what_one_has_read_who_leaves_is_there_for_those_who_wait():
     assert asked.result.tokens == [1000, 1001, 1002]
 
 
-def test_what_a_round_costs_is_measured_now_and_then_though_somebody_always_waits(monkeypatch):
+def test_round_costs_are_remeasured_under_constant_load(monkeypatch):
     """If requests always wait, some calls still run uncut, as long as the previous one, with no prefill between."""
     runner, done = FakeRunner(), []
     runner.sizes = dataclasses.replace(runner.sizes, small_batch_sizes=())
@@ -207,7 +207,7 @@ def no_collector():
     gc.enable()
 
 
-def test_nobody_is_kept_who_is_done(no_collector):
+def test_finished_requests_are_garbage_collected(no_collector):
     """A finished request is not kept by its listener, by requests that arrived meanwhile, or by their successors."""
     loop = Loop(FakeRunner(), 8, 1.0)
     done = []
@@ -223,7 +223,7 @@ def test_nobody_is_kept_who_is_done(no_collector):
     assert loop.is_busy and sum(one.result.finish_reason is not None for one in kept) <= 1
 
 
-def test_who_is_cancelled_no_longer_moves():
+def test_cancelled_request_stops_decoding():
     runner = FakeRunner()
     loop, active = Loop(runner, 8, 1.0), make_active(Request((1, 7, 7), 50), print)
     loop.submit(active)
@@ -235,7 +235,7 @@ def test_who_is_cancelled_no_longer_moves():
     assert active.result.finish_reason == "cancelled" and not any(runner.moves)
 
 
-def test_first_come_first_served():
+def test_requests_are_served_in_order():
     scheduler, active_requests = Scheduler(2), [make_active(Request((i, i), 1), print) for i in range(5)]
     for active in active_requests:
         scheduler.submit(active)

@@ -33,7 +33,7 @@ def told(models, monkeypatch, free, **changes):
     return str(refused.value)
 
 
-def test_bytes_are_those_of_the_slots(models):
+def test_slots_bytes_match_allocation(models):
     sizes = Sizes(3, 40, 2, (4, 16), (0, 4), 2)
     tree = jspec.TreeDrafter(jspec.ModelDrafter(models[1]), jspec.Tree.branching((3, 2)))
     for drafter, laws in ((None, 2), (jspec.ModelDrafter(models[1]), 4 + 2), (tree, 3 + 6 + 2)):
@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_slots(models):
         assert slots_bytes(models[0], drafter, sizes) == own + PROB_ARRAYS * 4 * 3 * laws * models[0].config.vocab_size
 
 
-def test_what_would_fit_does_and_more_does_not(models, monkeypatch):
+def test_suggested_sizes_fit_and_larger_ones_do_not(models, monkeypatch):
     free = 3_000_000
     text = told(models, monkeypatch, free)
     slots, length = (
@@ -55,11 +55,11 @@ def test_what_would_fit_does_and_more_does_not(models, monkeypatch):
     told(models, monkeypatch, free, max_length=length + 32)
 
 
-def test_where_nothing_fits_that_is_said(models, monkeypatch):
+def test_error_suggests_smaller_model_if_nothing_fits(models, monkeypatch):
     assert told(models, monkeypatch, 1000).endswith("; a smaller model would fit.")
 
 
-def test_where_nobody_tells_it_is_tried(models, monkeypatch, tmp_path):
+def test_unknown_free_memory_is_not_checked(models, monkeypatch, tmp_path):
     monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr(rooms, "_GROUP", tmp_path)
     assert free_bytes(CPU) is None
@@ -67,7 +67,7 @@ def test_where_nobody_tells_it_is_tried(models, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("limit, free", [("max", 2048_000), ("1500000", 500_000), ("9000000", 2048_000)])
-def test_a_machine_tells_and_a_container(monkeypatch, tmp_path, limit, free):
+def test_free_memory_respects_machine_and_container_limits(monkeypatch, tmp_path, limit, free):
     monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(rooms, "_GROUP", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:    2000 kB\n")
@@ -76,7 +76,7 @@ def test_a_machine_tells_and_a_container(monkeypatch, tmp_path, limit, free):
     assert free_bytes(CPU) == free
 
 
-def test_what_a_container_has_read_of_files_is_free(monkeypatch, tmp_path):
+def test_cached_file_pages_of_container_count_as_free(monkeypatch, tmp_path):
     """Cached file pages, such as a checkpoint's, count as free because the kernel reclaims them when needed."""
     monkeypatch.setattr(rooms, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr(rooms, "_GROUP", tmp_path)
@@ -89,11 +89,11 @@ def test_what_a_container_has_read_of_files_is_free(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "stats, free", [({"bytes_limit": 9, "bytes_in_use": 4}, 5), ({"bytes_in_use": 4}, None), (None, None)]
 )
-def test_a_device_tells(stats, free):
+def test_free_memory_of_device_comes_from_its_statistics(stats, free):
     assert free_bytes(types.SimpleNamespace(platform="gpu", memory_stats=lambda: stats)) == free
 
 
 @pytest.mark.parametrize("known, length", [(40, 40), (2048, 1024)])
-def test_texts_are_as_long_as_the_models_know_or_as_usual(known, length):
+def test_default_length_is_limited_by_model(known, length):
     target = toys.tiny_llama(0, 1, max_position_embeddings=known)
     assert Engine(target, slots=1).device.sizes.length == length

@@ -19,7 +19,7 @@ ASKS = "python_cpu_callback"  # marks a program that calls the host
 COMPILE = Runner.compile
 
 
-def test_no_program_of_a_start_asks_the_host():
+def test_startup_programs_do_not_call_host():
     """JAX never caches programs that call the host, so these would be compiled at every start."""
     runner = Engine(*models(), slots=2, **OPTIONS).device
     asks = {
@@ -30,7 +30,7 @@ def test_no_program_of_a_start_asks_the_host():
 
 
 @pytest.mark.parametrize("part", ["lowered", "compiled"])
-def test_what_cannot_be_compiled_ends_a_start(monkeypatch, part):
+def test_failed_compilation_ends_startup(monkeypatch, part):
     """Later programs are not compiled, and those that have been compiled are kept."""
     _programs.cache_clear()
     runner, begun = Engine(*models(), slots=2, **OPTIONS).device, []
@@ -80,7 +80,7 @@ def wait_for(what):
         time.sleep(0.01)
 
 
-def test_constrained_texts_wait_for_their_programs_and_no_others_do(compiling):
+def test_only_constrained_requests_wait_for_their_programs(compiling):
     free, constrained, *_ = requests()
     ended = []
     with Engine(*models(), slots=2, **OPTIONS) as engine:
@@ -99,7 +99,7 @@ def tuple_of(request):
     return next(one.tokens for one in Engine(*models(), slots=1, **OPTIONS).stream_sync(request) if one.finish_reason)
 
 
-def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
+def test_closing_engine_does_not_wait_for_unneeded_programs(compiling):
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         engine.expect_constraints()
         active = engine.submit(requests()[1], lambda _: None)
@@ -109,7 +109,7 @@ def test_an_engine_that_closes_does_not_wait_for_what_nobody_needs(compiling):
     engine.expect_constraints()  # has no effect
 
 
-def test_what_is_there_first_is_played_first(compiling):
+def test_decoding_starts_before_draft_programs_are_compiled(compiling):
     """Decode without drafts until the programs with drafts are compiled; the output is the same."""
     request, compiling.free = requests()[1], 2
     with Engine(*models(), slots=2, **OPTIONS) as engine:
@@ -142,7 +142,7 @@ def fails_once(monkeypatch):
     return make
 
 
-def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
+def test_failed_compilation_ends_only_requests_that_need_it(fails_once):
     """Only requests that need the program end, and the next such request tries to compile it again."""
     free, constrained, *_ = requests()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
@@ -154,7 +154,7 @@ def test_what_cannot_be_compiled_ends_those_that_need_it(fails_once):
     assert texts(again) == [tuple_of(constrained)] and len(failed) == 4
 
 
-def test_what_another_engine_has_compiled_is_there(fails_once):
+def test_engine_uses_programs_compiled_by_another_engine(fails_once):
     """An engine whose own compilation failed uses the programs that another engine has compiled."""
     constrained = requests()[1]
     with Engine(*models(), slots=2, **OPTIONS) as mine, Engine(*models(), slots=2, **OPTIONS) as other:
@@ -163,7 +163,7 @@ def test_what_another_engine_has_compiled_is_there(fails_once):
         assert texts(other.generate([constrained])) == texts(mine.generate([constrained])) == [tuple_of(constrained)]
 
 
-def test_without_a_thread_programs_are_compiled_when_they_are_met(compiling):
+def test_engine_without_thread_compiles_programs_on_demand(compiling):
     engine, request = Engine(*models(), slots=2, **OPTIONS), requests()[1]
     engine.expect_constraints()
     result = next(one for one in engine.stream_sync(request) if one.finish_reason)
@@ -171,7 +171,7 @@ def test_without_a_thread_programs_are_compiled_when_they_are_met(compiling):
     engine.close()
 
 
-def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
+def test_failure_during_compilation_loses_no_request(compiling):
     free, constrained, *_ = requests()
     with Engine(*models(), slots=2, **OPTIONS) as engine:
         waiting = engine.submit(constrained, lambda _: None)
@@ -182,7 +182,7 @@ def test_a_failure_while_programs_are_compiled_loses_nobody(compiling):
     assert texts([waiting.result]) == [tuple_of(constrained)]
 
 
-def test_they_are_compiled_beside_what_runs(compilations):
+def test_constraint_programs_are_compiled_during_decoding(compilations):
     """The first constrained request compiles all of them, while slots change hands."""
     keys = jax.random.split(jax.random.key(4), 3)
     with Engine(*models(), slots=2, **OPTIONS, num_draft_tokens=1, accept="block") as engine:

@@ -95,7 +95,7 @@ NAMES = ("model", "eagle 3", "fallback", "recycling", "several")
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "bfloat16", *NAMES])
-def test_a_later_engine_traces_nothing_and_decodes_the_same(folder, traced, name):
+def test_later_engine_traces_nothing_and_decodes_the_same(folder, traced, name):
     target, draft = models()
     if name == "int8":
         target = quantize(target)
@@ -123,7 +123,7 @@ def test_programs_that_call_the_host_are_not_stored(folder):
 
 
 @pytest.mark.parametrize("damage", [b"", b"no pickle", None])
-def test_a_damaged_file_is_written_again(folder, traced, caplog, damage):
+def test_damaged_file_is_rewritten(folder, traced, caplog, damage):
     """Empty, invalid and truncated files are replaced."""
     target, draft = models()
     lowered(target, draft, most=2)
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_written_again(folder, traced, caplog, damage):
     assert len(traced) == 2 * count
 
 
-def test_a_folder_that_cannot_be_written_costs_only_time(folder, caplog, monkeypatch):
+def test_unwritable_folder_costs_only_time(folder, caplog, monkeypatch):
     target, draft = models()
     (folder / "file").touch()
     monkeypatch.setattr(exported_programs, "_path", lambda *_: folder / "file" / "1.exported")
@@ -168,7 +168,7 @@ OTHERS = {
 }
 
 
-def test_everything_that_makes_a_program_is_part_of_its_name(folder, monkeypatch):
+def test_file_name_depends_on_everything_that_shapes_program(folder, monkeypatch):
     names = {"none": path_of()} | {name: make() for name, make in OTHERS.items()}
     with jax.default_matmul_precision("float32"):
         names["precision"] = path_of()
@@ -183,7 +183,7 @@ def test_everything_that_makes_a_program_is_part_of_its_name(folder, monkeypatch
     assert None not in names.values() and len({*names.values()}) == len(names)
 
 
-def test_code_that_jspec_does_not_know_is_not_stored(folder):
+def test_third_party_code_is_not_stored(folder):
     """Third-party code may change without changing its name."""
 
     @jax.tree_util.register_static
@@ -196,7 +196,7 @@ def test_code_that_jspec_does_not_know_is_not_stored(folder):
     assert path_of(toys.markov_pair(0)[0]) is None
 
 
-def test_no_folder_or_a_remote_one_stores_nothing(folder):
+def test_missing_or_remote_folder_stores_nothing(folder):
     for other in (None, "gs://bucket/programs"):
         jax.config.update("jax_compilation_cache_dir", other)
         assert path_of() is None
@@ -205,7 +205,7 @@ def test_no_folder_or_a_remote_one_stores_nothing(folder):
     assert path_of() is None
 
 
-def test_a_name_holds_in_every_process(folder):
+def test_file_name_is_equal_in_every_process(folder):
     code = (
         "from test_exported_programs import *\n"
         f"jax.config.update('jax_compilation_cache_dir', {str(folder)!r})\n"
@@ -232,7 +232,7 @@ def lowered_total():
     return exported_programs.lower(total, ARGUMENTS, "total").compile()(*ARGUMENTS)
 
 
-def test_the_oldest_files_are_deleted(folder, monkeypatch):
+def test_oldest_files_are_deleted(folder, monkeypatch):
     """Among them what a killed process has left."""
     monkeypatch.setattr(exported_programs, "_MAX_FILES", 3)
     for name in range(5):
@@ -243,7 +243,7 @@ def test_the_oldest_files_are_deleted(folder, monkeypatch):
     assert {"3.exported", "4.exported"} < exported(folder).keys() and len([*folder.glob("*.exported*")]) == 3
 
 
-def test_a_file_that_lies_is_replaced(folder, caplog):
+def test_file_with_invalid_program_is_replaced(folder, caplog):
     """It can be read, but JAX cannot lower what is in it."""
     assert lowered_total()["sum"] == 3
     (path,) = folder.glob("*.exported")
@@ -256,12 +256,12 @@ def test_a_file_that_lies_is_replaced(folder, caplog):
     assert caplog.text.count("cannot be used") == 1 and path.exists()
 
 
-def test_without_flatbuffers_programs_are_lowered_as_usual(folder, monkeypatch):
+def test_missing_flatbuffers_disables_storing(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax._src.export.serialization", None)
     assert lowered_total()["sum"] == 3 and not exported(folder)
 
 
-def test_a_mesh_stores_nothing(folder):
+def test_mesh_stores_nothing(folder):
     """The mesh in use is part of a program, and of no setting."""
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
         assert path_of() is None
@@ -279,7 +279,7 @@ def test_sources_newer_than_the_process_store_nothing(folder, monkeypatch):
     exported_programs._code.cache_clear()
 
 
-def test_a_file_of_another_user_is_read(folder, monkeypatch):
+def test_file_of_another_user_is_read(folder, monkeypatch):
     assert lowered_total()["sum"] == 3
     files = exported(folder)
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = {"slots": 3, "max_length": 256}  # of all engines, which then share their programs
 
 
-def test_tokenizers_for_which_there_are_no_grammars():
+def test_unsupported_tokenizers_are_rejected():
     tokenizer = jspec.demo_pair()[2]
     with pytest.raises(ValueError, match="The tokenizer has no EOS token"):
         Grammars(SimpleNamespace(eos_token_id=None, backend_tokenizer=tokenizer.backend_tokenizer), 2048)
@@ -106,16 +106,16 @@ def check_schemas(pair, grammars, report, count):
     assert accepted > 0 and not differ
 
 
-def test_texts_of_schemas_are_valid(pair, grammars, report):
+def test_schema_outputs_are_valid(pair, grammars, report):
     check_schemas(pair, grammars, report, 15)
 
 
 @pytest.mark.slow
-def test_texts_of_schemas_are_valid_at_length(pair, grammars, report):
+def test_schema_outputs_are_valid_at_length(pair, grammars, report):
     check_schemas(pair, grammars, report, 625)
 
 
-def test_texts_match_a_regular_expression_or_a_grammar(pair, grammars):
+def test_outputs_match_regular_expression_or_grammar(pair, grammars):
     target, draft, tokenizer = pair
     ends, pattern = (tokenizer.eos_token_id,), r"def [a-z]{3,8}\(self\): return [0-9]{1,3}"
     lark = 'start: "x = " NUMBER ("+" NUMBER)~1..4\nNUMBER: /[0-9]{1,2}/'
@@ -128,7 +128,7 @@ def test_texts_match_a_regular_expression_or_a_grammar(pair, grammars):
     assert re.fullmatch(pattern, first) and re.fullmatch(r"x = \d{1,2}(\+\d{1,2}){1,4}", second)
 
 
-def test_what_is_no_grammar_is_refused_in_a_sentence(grammars):
+def test_invalid_grammar_is_rejected_in_one_sentence(grammars):
     for make, message in (
         (lambda: grammars.json_schema({"type": "nope"}), "The schema cannot be used: Invalid type: nope"),
         (lambda: grammars.regex("[a"), "The regular expression cannot be used: .*unclosed character class"),
@@ -138,7 +138,7 @@ def test_what_is_no_grammar_is_refused_in_a_sentence(grammars):
             make()
 
 
-def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, monkeypatch):
+def test_constrained_outputs_do_not_depend_on_drafts_or_failures(pair, grammars, monkeypatch):
     """Outputs equal plain decoding's despite a failed call and a cancelled request; all requests share one grammar."""
     target, draft, tokenizer = pair
     make = grammars.json_schema(
@@ -169,7 +169,7 @@ def test_constraints_with_choices_drafts_penalties_and_failures(pair, grammars, 
         assert set(json.loads(tokenizer.decode(tokens[:-1]))) == {"name"}
 
 
-def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
+def test_min_tokens_that_forbid_required_eos_is_an_error(pair, grammars):
     target, _, tokenizer = pair
     prompt, ends = tuple(tokenizer("x = ")["input_ids"]), (tokenizer.eos_token_id,)
     request = Request(
@@ -184,7 +184,7 @@ def test_min_tokens_that_forbid_the_only_end_are_said(pair, grammars):
     )
 
 
-def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
+def test_dead_end_keeps_text_so_far(pair, grammars):
     target, draft, tokenizer = pair
     number = {"type": "integer"}
     make = grammars.json_schema(
@@ -210,7 +210,7 @@ def test_a_dead_end_keeps_the_text_up_to_there(pair, grammars):
                 assert tokenizer.decode(result.tokens).endswith(",")
 
 
-def test_a_constraint_outlives_the_grammars_that_nobody_holds(pair):
+def test_constraint_outlives_its_grammars_object(pair):
     make = Grammars(pair[2], pair[0].config.vocab_size).regex("[a-z]{2}")
     gc.collect()
     with Engine(pair[0], **SIZES) as engine:
@@ -252,14 +252,14 @@ for i in range(int(sys.argv[2])):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="without processes there are no limits")
 @pytest.mark.parametrize(("seconds", "is_kept"), [(0.0012, True), (0.004, False)])
-def test_the_time_of_masks_grows_with_their_number(seconds, is_kept):
+def test_mask_time_limit_grows_with_number_of_masks(seconds, is_kept):
     """The limit allows five masks a round if each takes less CPU time than a mask adds to it, and stops slower ones."""
     folder = os.path.dirname(grammar_worker.__file__)
     done = subprocess.run([sys.executable, "-c", SLOW, str(seconds), "400"], cwd=folder, capture_output=True, text=True)
     assert not done.stderr and (len(done.stdout.split()) == 400) == is_kept
 
 
-def test_closed_grammars_make_no_more(pair):
+def test_closed_grammars_create_no_constraints(pair):
     with Grammars(pair[2], pair[0].config.vocab_size) as grammars:
         make = grammars.regex("[a-z]")
     with pytest.raises(RuntimeError, match="The Grammars object is closed"):

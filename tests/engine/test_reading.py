@@ -25,7 +25,7 @@ PIECE = 3
 
 
 @pytest.mark.parametrize("name", drafters.NAMES + drafters.TREE_NAMES)
-def test_pieces_are_a_prompt(name, toy, prompts):
+def test_prefill_in_pieces_equals_whole_prompt(name, toy, prompts):
     target = toy(0, num_hidden_layers=2)
     drafter = drafters.make(name, target, toy(0, 0.3))
     assert can_read(drafter)
@@ -62,7 +62,7 @@ def _in_pieces(target, drafter, tokens, lengths, num_slots):
     return state
 
 
-def test_one_of_another_kind_cannot_be_read_in_pieces(toy):
+def test_stateful_init_without_read_cannot_be_prefilled_in_pieces(toy):
     class Reader(jspec.drafters.BigramDrafter):
         def init(self, tokens, num_slots):
             return tokens.sum(1)

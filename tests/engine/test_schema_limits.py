@@ -37,7 +37,7 @@ MAKERS = [
 
 
 @pytest.mark.parametrize(("make", "most"), MAKERS)
-def test_limits(make, most):
+def test_limits_are_enforced_exactly(make, most):
     check_schema(make(most))
     with pytest.raises(ValueError, match=r"^The (schema|regular expression) .*\.$"):
         check_schema(make(most + 1))
@@ -68,18 +68,18 @@ def test_limits(make, most):
         {},
     ],
 )
-def test_what_is_within_the_limits(schema):
+def test_schemas_within_limits_are_accepted(schema):
     check_schema(schema)
 
 
 @pytest.mark.parametrize("multiple", [1e300, 10**400, 123456.5], ids=("large", "larger", "odd"))
-def test_large_multiples_are_named_shortly(multiple):
+def test_large_multiples_give_short_messages(multiple):
     with pytest.raises(ValueError, match="multiples of") as error:
         check_schema({"multipleOf": multiple})
     assert len(str(error.value)) < 200
 
 
-def test_digits_of_repetitions_are_not_read():
+def test_repeat_counts_are_limited_by_value_not_digits():
     with pytest.raises(ValueError, match="has a repeat count above 10000"):
         check_regex("a{" + "9" * 9000 + "}")
     check_regex("a{0000000000003}")
@@ -109,7 +109,7 @@ def test_many_references_to_large_parts_are_cheap(monkeypatch):
         check_schema(nested)
 
 
-def test_a_run_of_digits_takes_linear_time():
+def test_run_of_digits_takes_linear_time():
     """A search that tries every split of the digits would take minutes while holding Python's lock."""
     begun = time.process_time()
     for _ in range(100):
