@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("name", "num_draft_tokens"), [*((name, 0) for name in ALONE), *((name, 2) for name in PENALTIES)]
 )
-def test_a_parameter_alone_is_its_definition(report, name, num_draft_tokens):
+def test_single_parameter_matches_its_definition(report, name, num_draft_tokens):
     wrong = differing(name, num_draft_tokens)
     report(tokens=ROWS * NEW, differing=wrong)
     assert wrong == 0

@@ -102,7 +102,7 @@ def states(tokens):
     return np.stack([TARGET.forward(tokens, cache, zeros, layers=range(i))[0] for i in LAYERS], axis=2)
 
 
-def test_they_are_what_leaves_the_layers_before(prompts):
+def test_features_are_inputs_of_the_layers(prompts):
     tokens = jnp.asarray(prompts([9, 9], vocab_size=8)[0])
     found = TARGET.forward_with_features(tokens, TARGET.new_cache(2, 9), jnp.zeros(2, jnp.int32), LAYERS)
     np.testing.assert_allclose(found[1], states(tokens), atol=1e-6)
@@ -110,7 +110,7 @@ def test_they_are_what_leaves_the_layers_before(prompts):
 
 
 @pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), *list(MADE)[1:]])
-def test_a_drafter_is_told_those_of_the_text(prompts, name):
+def test_drafter_receives_states_of_all_tokens_but_last(prompts, name):
     """After every round, it has the states of all tokens but the last, even with rejections, row ends and limits."""
     make, length, rule, place = MADE[name]
     tokens, lengths, keys = prompts([5, 1, 3, 9], vocab_size=8)
@@ -133,7 +133,7 @@ def test_a_drafter_is_told_those_of_the_text(prompts, name):
 
 
 @pytest.mark.parametrize("name", ["chain", pytest.param("search", marks=pytest.mark.slow)])
-def test_the_text_is_that_without(prompts, name):
+def test_reading_states_does_not_change_output(prompts, name):
     """Reading states does not change the output of the shipped program, which also checks each draft."""
     make, length, rule, _ = MADE[name]
     reading, alone = make(jspec.ModelDrafter(DRAFT)), jspec.ModelDrafter(DRAFT)
@@ -151,13 +151,13 @@ def test_the_text_is_that_without(prompts, name):
     ("features", "message"),
     [((3,), "features of Reader holds 3; expected whole numbers from 0 to 2 "), ((0.5,), "holds 0.5; expected whole")],
 )
-def test_states_that_are_not_there(prompts, features, message):
+def test_invalid_feature_indices_are_rejected(prompts, features, message):
     drafter = Reader(jspec.ModelDrafter(DRAFT), features)
     with pytest.raises(ValueError, match=message):
         jspec.speculative_generate(TARGET, drafter, *prompts([3], vocab_size=8), max_new_tokens=8)
 
 
-def test_who_cannot_be_told(prompts):
+def test_unsupported_models_and_combinations_are_rejected(prompts):
     reader = Reader(jspec.ModelDrafter(DRAFT))
     with pytest.raises(TypeError, match="MarkovModel has no forward_with_features; use a"):
         jspec.speculative_generate(toys.markov_pair(0)[0], reader, *prompts([3], vocab_size=8), max_new_tokens=8)
@@ -192,7 +192,7 @@ class Curious:
         return likeliest
 
 
-def test_each_of_two_is_told_as_many_likeliest_tokens_as_it_wants(prompts):
+def test_each_part_receives_its_own_number_of_top_tokens(prompts):
     tokens, lengths, keys = prompts([5, 1], vocab_size=8)
     drafter = FallbackDrafter(Curious(2), FallbackDrafter(Curious(3), Reader(jspec.ModelDrafter(DRAFT))))
     transforms = toys.both_transforms(jspec.SamplingParams(temperature=0.0), 2)

@@ -63,7 +63,7 @@ def case(toy, prompts):
     return target, (tokens, lengths, keys), plain, _gaps(target, tokens, lengths, plain)
 
 
-def test_the_toy_text_is_worth_comparing(case, report):
+def test_toy_text_is_varied(case, report):
     _, _, plain, gaps = case
     report(
         distinct_texts=len(np.unique(plain, axis=0)),
@@ -75,7 +75,7 @@ def test_the_toy_text_is_worth_comparing(case, report):
 
 
 @pytest.mark.parametrize("num_draft_tokens", by_default((1, 3, 5, 8), (3,)))
-def test_speculative_text_is_plain_text(case, toy, num_draft_tokens, report):
+def test_speculative_text_equals_plain_text(case, toy, num_draft_tokens, report):
     """This holds for draft models that are never, sometimes and always right. One program serves all three."""
     target, batch, plain, gaps = case
     near = toy(3, distance=0.06, num_key_value_heads=4)
@@ -136,7 +136,7 @@ def _hf_twin(target):
     return twin
 
 
-def test_plain_text_is_the_text_of_transformers(case, report):
+def test_plain_text_matches_transformers(case, report):
     target, (tokens, lengths, _), plain, gaps = case
     _check_same(report, plain, _hf_greedy(_hf_twin(target), tokens, lengths, NEW), gaps)
 
@@ -183,11 +183,11 @@ def _check_bundled_pair(report, count, new, drafts):
         assert rate == 1 if name == "itself" else rate > 0.1
 
 
-def test_the_bundled_pair(report, quick_compile):
+def test_bundled_pair_is_greedy_exact(report, quick_compile):
     _check_bundled_pair(report, 8, 24, [(4, "bundled")])
 
 
 @pytest.mark.slow
-def test_the_bundled_pair_in_full(report):
+def test_bundled_pair_is_greedy_exact_in_full(report):
     bundled = [(k, "bundled") for k in (1, 3, 5, 8)]
     _check_bundled_pair(report, PROMPTS, NEW, [*bundled, (4, "itself")])

@@ -46,7 +46,7 @@ def _same(out, row, other, other_row):
     return np.array_equal(out.tokens[row], other.tokens[other_row]) and out.lengths[row] == other.lengths[other_row]
 
 
-def test_alone_as_in_a_batch(decode, prompts, report):
+def test_output_is_same_alone_and_in_batch(decode, prompts, report):
     tokens, lengths, keys = prompts(LENGTHS)
     together = decode((tokens, lengths, keys), PER_ROW)
     same = 0
@@ -58,7 +58,7 @@ def test_alone_as_in_a_batch(decode, prompts, report):
     assert same == SIZE
 
 
-def test_any_slot_beside_any_neighbours(decode, prompts, report):
+def test_output_does_not_depend_on_slot_or_neighbours(decode, prompts, report):
     """Every request is tested in every slot, among its neighbours in another order and then among strangers."""
     tokens, lengths, keys = prompts(LENGTHS)
     together = decode((tokens, lengths, keys), PER_ROW)
@@ -97,7 +97,7 @@ def test_padding_is_never_read(decode, prompts, report):
     assert same == 5 * SIZE
 
 
-def test_same_key_same_text_other_key_other_text(decode, prompts, report):
+def test_key_determines_output(decode, prompts, report):
     tokens, lengths, keys = prompts([5] * SIZE)
     tokens = np.broadcast_to(tokens[:1], tokens.shape)
     settings = dataclasses.replace(_rows(PER_ROW, np.zeros(SIZE, int)), min_p=np.zeros(SIZE, np.float32))

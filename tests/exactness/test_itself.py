@@ -121,13 +121,13 @@ def judged(name, length, rule):
 
 
 @pytest.mark.parametrize(("name", "length", "rule"), by_default(COVERING, COVERING[::2]), ids=str)
-def test_a_draft_equal_to_the_target_is_always_accepted(report, name, length, rule):
+def test_draft_equal_to_target_is_always_accepted(report, name, length, rule):
     report(judged=judged(name, length, rule), refused=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "length", "rule"), POSSIBLE, ids=str)
-def test_a_draft_equal_to_the_target_is_always_accepted_in_every_combination(report, name, length, rule):
+def test_draft_equal_to_target_is_always_accepted_in_every_case(report, name, length, rule):
     report(judged=judged(name, length, rule), refused=0)
 
 
@@ -144,7 +144,7 @@ class Counted(Reader):
         return super().forward(tokens, cache, start, layers, past)
 
 
-def test_a_cascade_of_equals_takes_the_fewest_passes():
+def test_cascade_of_equal_models_uses_fewest_passes():
     """The draft of `small` is right if it has read what `middle` and the target added; otherwise, it costs passes."""
     PASSES.clear()
     drafter = CascadeDrafter(reader(Counted), ModelDrafter(reader()), K - 1)

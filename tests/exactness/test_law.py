@@ -108,21 +108,21 @@ def check_acceptance(report, draws):
     assert worst <= 4
 
 
-def test_one_round_has_the_target_law(report):
+def test_one_round_has_target_distribution(report):
     check_round_law(report, 200_000)
 
 
-def test_acceptance_is_the_overlap_of_the_laws(report):
+def test_acceptance_rate_is_overlap_of_distributions(report):
     check_acceptance(report, 200_000)
 
 
 @pytest.mark.slow
-def test_one_round_has_the_target_law_at_length(report):
+def test_one_round_has_target_distribution_at_length(report):
     check_round_law(report, 5_100_000)
 
 
 @pytest.mark.slow
-def test_acceptance_is_the_overlap_of_the_laws_at_length(report):
+def test_acceptance_rate_is_overlap_of_distributions_at_length(report):
     check_acceptance(report, 5_100_000)
 
 
@@ -199,16 +199,16 @@ def check_joint_law(report, batches, draws, chunk=1024):
     assert p_values.min() * len(p_values) > ALPHA
 
 
-def test_three_tokens_have_the_target_joint_law(report):
+def test_three_tokens_have_target_joint_distribution(report):
     check_joint_law(report, FEW_BATCHES, 16_384)
 
 
 @pytest.mark.slow
-def test_three_tokens_have_the_target_joint_law_at_length(report):
+def test_three_tokens_have_target_joint_distribution_at_length(report):
     check_joint_law(report, BATCHES, 1_000_000)
 
 
-def test_a_draft_equal_to_the_target_is_always_accepted(report):
+def test_draft_equal_to_target_is_always_accepted(report):
     """With temperatures 0 and 1 in one batch, each of 1,000 rounds yields K + 1 tokens."""
     batch, rounds, k = 50, 20, 4
     target, _ = llama_pair()

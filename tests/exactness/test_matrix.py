@@ -32,7 +32,7 @@ def names(slow):
 
 
 @pytest.mark.parametrize("name", names(slow=SLOW_LAW))
-def test_three_tokens_have_the_target_joint_law(report, name):
+def test_three_tokens_have_target_joint_distribution(report, name):
     """This holds in a ragged batch, under one of two rules. The slow test leaves out nothing.
 
     Coupled output equals plain decoding, in a batch or alone. The test after the slow one checks this for every
@@ -43,7 +43,7 @@ def test_three_tokens_have_the_target_joint_law(report, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
-def test_three_tokens_have_the_target_joint_law_at_length(report, name):
+def test_three_tokens_have_target_joint_distribution_at_length(report, name):
     """This also holds in a larger batch, and for each setting alone on the longest prompt."""
     alone = [([PROMPTS[2]], [settings]) for settings in SETTINGS]
     check_matrix(report, name, 200_000, RULES, [*alone, ragged(len(PROMPTS))])
@@ -84,19 +84,19 @@ def check_coupled(report, toy, prompts, name, requests, lengths, alone=()):
 
 
 @pytest.mark.parametrize("name", names(slow=SLOW_TEXT))
-def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding_alone_and_in_batch(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 50, (3,), alone=range(5, 13))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
-def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding_at_length(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 500, (1, 3, 5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", drafters.NAMES)
-def test_alone_as_in_a_batch(report, toy, prompts, name):
+def test_output_is_same_alone_and_in_batch(report, toy, prompts, name):
     """This holds under rejection, whose drafting and verification each have their own noise."""
     tokens, lengths, keys = prompts([9, 1, 5, 3, 7])
     target, draft = (toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1))
@@ -120,7 +120,7 @@ CONTAINING = ("ngram", "unigram", "retrieval", "fallback", "mixture", "nested ca
         ("model", jspec.Lenient(0.5)),
     ],
 )
-def test_it_keeps_the_contract_with_64_bit_types_enabled(toy, prompts, name, rule):
+def test_drafter_keeps_contract_with_64_bit_types_enabled(toy, prompts, name, rule):
     tokens, lengths, keys = prompts([4, 1])
     target = toy(0, num_hidden_layers=2)
     drafter = drafters.make(name, target, toy(1))

@@ -116,14 +116,14 @@ def _apart(found):
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
 )
-def test_the_text_is_the_one_on_record(name):
+def test_output_equals_record(name):
     found, numbers = _apart(text(*PROGRAMS[name]))
     expected, numbers_expected = _apart(json.loads(FILE.read_text(encoding="utf-8"))[name])
     assert found == expected
     np.testing.assert_allclose(numbers, numbers_expected, atol=2e-3)
 
 
-def test_the_record_is_of_these_programs_and_meets_what_it_is_for():
+def test_record_covers_programs_rules_and_origins():
     record = json.loads(FILE.read_text(encoding="utf-8"))
     assert set(record) == set(PROGRAMS) > FEW
     assert {rule for _, rule, *_ in (PROGRAMS[name] for name in FEW)} == set(RULES)

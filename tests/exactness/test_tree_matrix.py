@@ -26,13 +26,13 @@ def check_law(report, name, draws, rules, batches=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_three_tokens_have_the_target_joint_law(report, name):
+def test_three_tokens_have_target_joint_distribution(report, name):
     check_law(report, name, 8_192, ["rejection"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_three_tokens_have_the_target_joint_law_at_length(report, name):
+def test_three_tokens_have_target_joint_distribution_at_length(report, name):
     alone = [([ragged(3)[0][2]], [settings]) for settings in ragged(3)[1]]
     check_law(report, name, 200_000, RULES, [*alone, ragged(5)])
 
@@ -67,20 +67,20 @@ def check_coupled(report, toy, prompts, name, requests, alone):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_coupled_text_is_that_of_plain_decoding_alone_or_not(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding_alone_and_in_batch(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 20, range(5, 8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_coupled_text_is_that_of_plain_decoding_at_length(report, toy, prompts, name):
+def test_coupled_output_equals_plain_decoding_at_length(report, toy, prompts, name):
     check_coupled(report, toy, prompts, name, 500, range(8))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 @pytest.mark.parametrize("name", NAMES)
-def test_alone_as_in_a_batch(toy, prompts, name, rule):
+def test_output_is_same_alone_and_in_batch(toy, prompts, name, rule):
     batch, models = prompts([9, 1, 5]), [toy(0, distance=distance, num_hidden_layers=2) for distance in (0, 0.1)]
     options = {"max_new_tokens": 24, "accept": rule} | drafters.every_parameter(3, 61)
     together = drafters.generate(models[0], drafters.make(name, *models), batch, **options)
@@ -88,7 +88,7 @@ def test_alone_as_in_a_batch(toy, prompts, name, rule):
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_it_keeps_the_contract_with_64_bit_types_enabled(toy, prompts, name):
+def test_drafter_keeps_contract_with_64_bit_types_enabled(toy, prompts, name):
     tokens, lengths, keys = prompts([4, 1])
     drafter = drafters.make(name, toy(0), toy(1))
     with jax.enable_x64(True), jax.enable_checks(True):

@@ -153,7 +153,7 @@ def law_of_cousins():
 
 
 @pytest.mark.slow
-def test_cousins_that_share_noise_are_caught(report, monkeypatch):
+def test_cousins_sharing_noise_are_caught(report, monkeypatch):
     assert law_of_cousins() < 4
     noise_of_a_cousin(monkeypatch.setattr)
     jax.clear_caches()
@@ -170,7 +170,7 @@ def law(mutant=None):
 
 
 @pytest.mark.parametrize("mutant", by_default(IN_TEXTS, (wrong_path_kept,)))
-def test_coupled_texts_catch_it(report, monkeypatch, toy, prompts, mutant):
+def test_coupled_output_catches_planted_bug(report, monkeypatch, toy, prompts, mutant):
     mutant(monkeypatch.setattr)
     different = coupled_texts(toy, prompts)
     report(different=different, of=20)
@@ -178,7 +178,7 @@ def test_coupled_texts_catch_it(report, monkeypatch, toy, prompts, mutant):
 
 
 @pytest.mark.parametrize("mutant", by_default(IN_LAWS, ()))
-def test_laws_catch_it(report, monkeypatch, mutant):
+def test_distribution_catches_planted_bug(report, monkeypatch, mutant):
     mutant(monkeypatch.setattr)
     p, seen = law(mutant)
     report(seen=seen, alpha=oracle.ALPHA)
@@ -186,13 +186,13 @@ def test_laws_catch_it(report, monkeypatch, mutant):
 
 
 @pytest.mark.slow
-def test_without_a_bug_nothing_is_caught(toy, prompts):
+def test_no_bug_raises_no_alarm(toy, prompts):
     assert coupled_texts(toy, prompts) == 0
     assert law()[0] > oracle.ALPHA
     assert law(equal_children_merged)[0] > oracle.ALPHA  # the same drafts, without the bug
 
 
-def test_the_comparison_is_strict():
+def test_acceptance_comparison_is_strict():
     """A token that the target cannot draw is not kept, even at a uniform of 0."""
     draft = Draft(jnp.asarray([[0, 1]]), jnp.asarray([[[0.5, 0.5], [0.0, 1.0]]]), Tree((0, 0)))
     target_probs = jnp.asarray([[[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])
