@@ -35,7 +35,7 @@ def complete(pair):
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_it_is_what_the_functions_decode(pair, complete, drafted):
+def test_complete_equals_underlying_functions(pair, complete, drafted):
     batch, keys = encode(TOKENIZER, PROMPTS), text.request_keys(7, 3)
     options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=[0.0, 0.7, 1.0]), "eos_ids": (0,)}
     request = batch.tokens, batch.lengths, keys
@@ -59,7 +59,7 @@ def test_it_is_what_the_functions_decode(pair, complete, drafted):
         assert done.stats["rounds"] == out.stats.rounds[i] and done.stats["accepted"] == out.stats.accepted[i]
 
 
-def test_a_drafter_with_a_tree_says_how_far(pair, complete):
+def test_tree_drafter_determines_draft_length(pair, complete):
     options = {"accept": "coupled", "seed": 3}
     drafter = jspec.TreeDrafter(pair[1], jspec.Tree.branching((2, 1)))
     found, plain = complete(draft=drafter, **options), complete(draft=None, seed=3)
@@ -69,13 +69,13 @@ def test_a_drafter_with_a_tree_says_how_far(pair, complete):
         complete(draft=drafter, num_draft_tokens=2)
 
 
-def test_one_prompt_of_any_kind(complete):
+def test_single_prompt_may_be_text_or_ids(complete):
     ids = TOKENIZER("in a")["input_ids"]
     one, same, array = (complete(prompts)[0] for prompts in ("in a", ids, np.array([ids])))
     assert one.tokens == same.tokens == array.tokens and one.prompt == "in a" and same.prompt == ids
 
 
-def test_limits_of_rows_and_of_all(complete):
+def test_row_limits_and_common_limit_apply(complete):
     """The lower limit applies, and another limit compiles nothing."""
     decode = program.decode_program
     free = complete()
@@ -87,7 +87,7 @@ def test_limits_of_rows_and_of_all(complete):
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_texts_end_before_the_first_stop_string(complete, pair, drafted):
+def test_text_ends_before_first_stop_string(complete, pair, drafted):
     draft = pair[1] if drafted else None
     whole = complete(draft=draft)
     stop = [whole[0].text[6:9], whole[1].text[10:12], "never in it"]
@@ -105,7 +105,7 @@ def test_texts_end_before_the_first_stop_string(complete, pair, drafted):
     assert stopped >= 2
 
 
-def test_a_special_token_may_be_the_end(pair, tmp_path):
+def test_special_token_as_stop_string_ends_decoding(pair, tmp_path):
     """A special token given as a stop string ends decoding, because it never appears in text."""
     model = jspec.load(text_pair.write(tmp_path / "model", eos_token_id=None))
     tokenizer = text_pair.tokenizer()
@@ -117,14 +117,14 @@ def test_a_special_token_may_be_the_end(pair, tmp_path):
     assert completion.prepare(tokenizer, ["a"], "x").ends(model) == ()
 
 
-def test_a_special_token_of_the_callers_is_a_stop(pair, complete, monkeypatch):
+def test_special_token_stop_has_finish_reason_stop(pair, complete, monkeypatch):
     whole = complete("in a", draft=None)[0]
     monkeypatch.setattr(completion, "_special", lambda _, string: whole.tokens[3])
     (done,) = complete("in a", draft=None, stop="any")
     assert done.finish_reason == "stop" and done.tokens == whole.tokens[: whole.tokens.index(done.tokens[-1]) + 1]
 
 
-def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
+def test_eos_ids_of_generation_config_end_text(pair, complete, tmp_path):
     whole = complete("in a", draft=None, sampling=jspec.SamplingParams(temperature=0))[0]
     end, folder = whole.tokens[5], text_pair.write(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
@@ -153,7 +153,7 @@ def test_ends_of_generation_config_are_ends(pair, complete, tmp_path):
         (jspec.EarlyExitDrafter(1), 7, 7),
     ],
 )
-def test_how_far_to_draft(draft, given, expected):
+def test_default_draft_length_by_drafter(draft, given, expected):
     assert completion.draft_length_of(draft, given) == expected
     if given is None:  # an engine's draft length is a number or "auto"
         varies = isinstance(expected, jspec.WhileConfident)
@@ -164,7 +164,7 @@ def test_how_far_to_draft(draft, given, expected):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.text("ab", max_size=3), max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_end_a_text_as_a_decoder_that_stops_would(pieces, stop):
+def test_stop_strings_cut_like_a_decoder_that_stops(pieces, stop):
     written = ""
     for count, piece in enumerate(pieces, 1):
         written += piece
@@ -203,20 +203,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_mistakes_are_told_before_anything_is_decoded(complete, monkeypatch, case):
+def test_mistakes_are_reported_before_decoding(complete, monkeypatch, case):
     monkeypatch.setattr(program, "decode_program", lambda *_, **__: pytest.fail("it decoded"))
     options, phrase = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=phrase):
         complete(**{"prompts": "x"} | options)
 
 
-def test_what_is_no_model_or_tokenizer_is_named(pair):
+def test_invalid_model_or_tokenizer_is_reported(pair):
     with pytest.raises(TypeError, match="target is of type str, which lacks config"):
         jspec.complete("smollm2", None, TOKENIZER, "a")
     with pytest.raises(TypeError, match="tokenizer is of type NoneType; pass"):
         jspec.complete(pair[0], None, None, "a")
 
 
-def test_keys_are_those_of_the_seed(complete):
+def test_seed_determines_keys(complete):
     first, again, other = (complete("x", seed=seed)[0].tokens for seed in (1, 1, 2))
     assert first == again != other

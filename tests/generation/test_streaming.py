@@ -57,7 +57,7 @@ def check(parts, done):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drafter", ["model", "lookup", "tree", "none"])
-def test_parts_are_the_text_of_plain_decoding(pair, drafter, kind):
+def test_stream_equals_plain_decoding(pair, drafter, kind):
     target, draft, tokenizer = pair
     draft = {
         "model": draft,
@@ -72,14 +72,14 @@ def test_parts_are_the_text_of_plain_decoding(pair, drafter, kind):
     assert len(parts) > 1 or done.finish_reason != "length"
 
 
-def test_a_conversation_and_ids_are_prompts(pair):
+def test_conversation_and_ids_are_accepted_as_prompts(pair):
     target, draft, tokenizer = pair
     for prompt in ([{"role": "user", "content": "Hello"}], tokenizer(PROMPT)["input_ids"]):
         (done,) = jspec.complete(target, None, tokenizer, prompt, max_new_tokens=9)
         check([*jspec.stream(target, draft, tokenizer, prompt, max_new_tokens=9)], done)
 
 
-def test_another_text_compiles_nothing(pair, compilations):
+def test_different_text_does_not_recompile(pair, compilations):
     def text(prompt, **options):
         return "".join(part.text for part in jspec.stream(*pair, prompt, **{"max_new_tokens": 40} | options))
 
@@ -91,7 +91,7 @@ def test_another_text_compiles_nothing(pair, compilations):
     assert compilations() == before
 
 
-def test_nothing_is_decoded_that_is_not_asked_for(pair, monkeypatch):
+def test_stream_decodes_only_on_demand(pair, monkeypatch):
     calls, decode_rounds = [], Runner.decode_rounds
     monkeypatch.setattr(Runner, "decode_rounds", lambda *arguments: (calls.append(0), decode_rounds(*arguments))[1])
     parts = jspec.stream(*pair, PROMPT, max_new_tokens=100)
@@ -103,7 +103,7 @@ def test_nothing_is_decoded_that_is_not_asked_for(pair, monkeypatch):
     assert len(calls) <= few + 1
 
 
-def test_mistakes_are_told_at_once(pair):
+def test_mistakes_are_reported_at_once(pair):
     target, draft, tokenizer = pair
     for wrong, message in (
         ({"max_new_tokens": 0}, "max_new_tokens"),
@@ -123,13 +123,13 @@ def test_mistakes_are_told_at_once(pair):
         jspec.stream(target, draft, None, PROMPT)
 
 
-def test_a_failure_is_raised(pair, monkeypatch):
+def test_failure_is_raised(pair, monkeypatch):
     monkeypatch.setattr(Runner, "decode_rounds", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         [*jspec.stream(*pair, PROMPT, max_new_tokens=9)]
 
 
-def test_texts_of_one_engine_in_turns(pair):
+def test_streams_of_one_engine_may_be_interleaved(pair):
     """An engine's streams can be read in any order, and closing one early does not affect the others."""
     target, draft, _ = pair
     keys = jax.random.split(jax.random.key(0), 3)
@@ -150,7 +150,7 @@ def test_texts_of_one_engine_in_turns(pair):
         engine.stream_sync(requests[0])
 
 
-def test_programs_that_are_kept_keep_no_weights(pair):
+def test_cached_programs_keep_no_weights(pair):
     target, draft, _ = pair
     engine = Engine(target, draft, slots=1, max_length=96, num_draft_tokens=2)
     assert [*engine.here(Request((5, 6), 9, key=jax.random.key(0)))][-1].finish_reason == "length"

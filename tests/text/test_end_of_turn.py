@@ -41,7 +41,7 @@ def tokenizer(template):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_token_after_an_answer(template, tmp_path):
+def test_end_of_turn_token_is_found_in_template(template, tmp_path):
     """The end-of-turn token is found with transformers' tokenizers and with jspec's own."""
     theirs, expected = tokenizer(template), TEMPLATES[template]
     theirs.save_pretrained(tmp_path)
@@ -50,7 +50,7 @@ def test_the_token_after_an_answer(template, tmp_path):
         assert end_of_turn(one) == (None if expected is None else theirs.convert_tokens_to_ids(expected))
 
 
-def test_a_vocabulary_that_only_has_such_tokens_is_no_chat(toy):
+def test_end_of_turn_requires_chat_template(toy):
     ours = tokenizer(None)
     assert end_of_turn(ours) is None
     target = toy(0, vocab_size=len(ours), eos_token_ids=(0,))
@@ -59,7 +59,7 @@ def test_a_vocabulary_that_only_has_such_tokens_is_no_chat(toy):
     assert text.eos_ids(target, ours) == (0, ours.convert_tokens_to_ids("<|im_end|>"))
 
 
-def test_an_answer_ends_there(toy):
+def test_chat_answer_ends_at_end_of_turn(toy):
     ours = tokenizer(CHATML)
     end = ours.convert_tokens_to_ids("<|im_end|>")
     target = toy(0, vocab_size=len(ours), eos_token_ids=(0,))

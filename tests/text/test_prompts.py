@@ -32,7 +32,7 @@ def rows(tokenizer, *prompts):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_texts_ids_and_conversations_in_one_batch(chatty, bos):
+def test_texts_ids_and_conversations_mix_in_one_batch(chatty, bos):
     tokenizer = chatty(bos)
     ids = tokenizer("the thing", add_special_tokens=False)["input_ids"]
     found = rows(tokenizer, "the thing", ids, np.array(ids), HELLO)
@@ -41,7 +41,7 @@ def test_texts_ids_and_conversations_in_one_batch(chatty, bos):
     assert found == [start + ids, ids, ids, start + answer]
 
 
-def test_what_a_template_has_rendered_starts_once(chatty):
+def test_rendered_prompt_gets_one_bos(chatty):
     """A prompt that the caller has rendered with the template gets only one BOS."""
     tokenizer = chatty(bos=True)
     rendered = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
@@ -83,7 +83,7 @@ def test_system_and_earlier_turns_are_kept(chatty):
         ([], []),
     ],
 )
-def test_one_prompt_is_a_list_of_it(given, several):
+def test_single_prompts_are_listed(given, several):
     assert listed(given) == several
 
 
@@ -112,13 +112,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_prompt(chatty, case):
+def test_malformed_prompts_are_rejected(chatty, case):
     prompts, phrase = REFUSED[case]
     with pytest.raises(ValueError, match=phrase) as caught:
         encode(chatty(), prompts)
     assert "\n" not in str(caught.value)
 
 
-def test_a_conversation_needs_a_template():
+def test_conversation_requires_chat_template():
     with pytest.raises(ValueError, match="Prompt 2 is a conversation, but the tokenizer has no chat template"):
         encode(TOKENIZER, ["a", HELLO])

@@ -35,7 +35,7 @@ def words():
 
 
 @pytest.mark.parametrize("variables", SETS, ids=json.dumps)
-def test_the_template_sees_them(words, variables):
+def test_template_receives_variables(words, variables):
     expected = words[0].apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True, **variables)
     for tokenizer in words:
         batch = encode(tokenizer, [HELLO, "a"], variables)
@@ -43,7 +43,7 @@ def test_the_template_sees_them(words, variables):
         assert batch.lengths[1] == 1
 
 
-def test_they_do_not_change_what_comes_without_them(words):
+def test_unused_variables_do_not_change_prompt(words):
     for tokenizer in words:
         tokenizer.chat_template = THINKS.replace("{{ more | tojson }}", "")
         plain, same = (encode(tokenizer, [HELLO], variables) for variables in (None, {}))
@@ -66,13 +66,13 @@ def test_they_do_not_change_what_comes_without_them(words):
         (["enable_thinking"], r"template is \['enable_thinking'\]; expected chat-template variables"),
     ],
 )
-def test_what_is_not_a_variable(words, variables, phrase):
+def test_invalid_variables_are_rejected(words, variables, phrase):
     for tokenizer in words:
         with pytest.raises(ValueError, match=phrase):
             encode(tokenizer, [HELLO], variables)
 
 
-def test_texts_have_no_template(words):
+def test_variables_without_conversation_are_rejected(words):
     with pytest.raises(ValueError, match="template sets chat-template variables, but no prompt is a conversation"):
         encode(words[0], ["a", [1, 2]], {"enable_thinking": False})
 
@@ -98,7 +98,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_error_in_a_template_is_one_sentence(words, fault):
+def test_template_error_is_one_sentence(words, fault):
     template, reason = FAULTS[fault]
     for tokenizer in words:
         tokenizer.chat_template = template
@@ -109,7 +109,7 @@ def test_an_error_in_a_template_is_one_sentence(words, fault):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_complete_and_stream_take_them(words, tmp_path):
+def test_complete_and_stream_accept_variables(words, tmp_path):
     target = jspec.load(text_pair.write(tmp_path / "model", max_position_embeddings=512))
     options = {"template": {"more": 1, "enable_thinking": False}, "max_new_tokens": 8, "seed": 2}
     shown = words[0].apply_chat_template(HELLO, tokenize=False, **options["template"])
@@ -141,7 +141,7 @@ def test_complete_and_stream_take_them(words, tmp_path):
         ("[" * 100_000, "[" * 100_000),
     ],
 )
-def test_values_on_the_command_line(text, value):
+def test_command_line_values_are_parsed(text, value):
     assert template_variables(["x=" + text, "y=1"]) == {"x": value, "y": 1}
     assert type(template_variables(["x=" + text])["x"]) is type(value)
 
@@ -156,7 +156,7 @@ def test_values_on_the_command_line(text, value):
         (["a=\udcff"], "--template is not UTF-8 text"),
     ],
 )
-def test_mistakes_on_the_command_line(assignments, phrase):
+def test_invalid_template_options_are_rejected(assignments, phrase):
     with pytest.raises(UsageError, match=phrase):
         template_variables(assignments)
 
@@ -170,7 +170,7 @@ def thinking(sources):
     file.unlink()
 
 
-def test_commands_take_them(run, thinking):
+def test_commands_accept_template_variables(run, thinking):
     options = ("--plain", "-n", 8, "--template", "more=1", "--template", "enable_thinking=false")
     shown = "[user]Hello[assistant]<none>1"
     code, out, _ = run("generate", "--target", thinking, "--chat", "Hello", *options, "--json")
@@ -181,7 +181,7 @@ def test_commands_take_them(run, thinking):
     assert code == 0 and out.rstrip("\n") == told["text"].rstrip("\n")
 
 
-def test_mistakes_of_commands(run, thinking):
+def test_command_mistakes_are_reported(run, thinking):
     target = ("--target", thinking, "--plain")
     code, _, error = run("generate", *target, "a", "--template", "more=1")
     assert code == 2 and "--template applies only to conversations; add --chat." in error
@@ -203,7 +203,7 @@ def served(running, monkeypatch):
 
 
 @pytest.mark.parametrize("variables", [None, {}, *SETS[:4]], ids=json.dumps)
-def test_clients_set_them(running, served, variables):
+def test_clients_may_set_variables(running, served, variables):
     if not variables:
         running.tokenizer.chat_template = THINKS.replace("{{ more | tojson }}", "")
     answer = served(chat_template_kwargs=variables)
@@ -227,13 +227,13 @@ def test_clients_set_them(running, served, variables):
         ({"more": "x" * 500}, "tokens in messages"),
     ],
 )
-def test_what_clients_may_not_set(served, variables, phrase):
+def test_disallowed_client_variables_are_rejected(served, variables, phrase):
     with pytest.raises(servers.openai.BadRequestError) as caught:
         served(chat_template_kwargs=variables)
     assert phrase in caught.value.body["message"]
 
 
-def test_deep_variables_and_errors_in_a_template_are_the_clients_to_mend(running, served):
+def test_deep_variables_and_template_errors_are_client_errors(running, served):
     deep = "[" * 900 + "]" * 900
     running.tokenizer.chat_template = "{{ messages[0].content / 0 }}"
     with pytest.raises(servers.openai.BadRequestError, match="is rejected by the model's chat template: TypeError"):
@@ -245,6 +245,6 @@ def test_deep_variables_and_errors_in_a_template_are_the_clients_to_mend(running
     assert served(chat_template_kwargs={"more": 1}).choices[0].message
 
 
-def test_completions_have_no_template(running):
+def test_completions_reject_template_variables(running):
     with pytest.raises(servers.openai.BadRequestError, match="chat_template_kwargs is not a field"):
         running.complete(extra_body={"chat_template_kwargs": {"a": 1}})

@@ -34,19 +34,19 @@ def continued(pair, batch, keys, temperature=0.0, size=24):
     return [out.tokens[i, : out.lengths[i]].tolist() for i in range(len(batch.lengths))]
 
 
-def test_tokenizer_files_are_missed_by_name(tmp_path):
+def test_missing_tokenizer_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(convert.CheckpointError, match=r"no tokenizer files \(tokenizer.json"):
         text.load_tokenizer(tmp_path)
 
 
-def test_a_place_that_is_no_checkpoint_is_not_one_without_a_tokenizer(tmp_path):
+def test_invalid_folder_is_reported_before_missing_tokenizer(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(convert.CheckpointError, match=r"has no config.json; expected a checkpoint directory"):
         text.load_tokenizer(tmp_path)
 
 
-def test_damaged_tokenizer_is_one_sentence(tmp_path):
+def test_damaged_tokenizer_gives_one_sentence(tmp_path):
     text_pair.tokenizer().save_pretrained(tmp_path)
     whole = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(whole[: len(whole) // 2])
@@ -71,12 +71,12 @@ def test_added_token_is_a_difference():
         text.check_same_tokenizer(TOKENIZER, longer)
 
 
-def test_end_of_text_by_model_and_tokenizer(pair, toy):
+def test_eos_ids_combine_model_and_tokenizer(pair, toy):
     assert text.eos_ids(pair[0], TOKENIZER) == (0,)
     assert text.eos_ids(toy(0, eos_token_ids=(7, 5)), TOKENIZER) == (0, 5, 7)
 
 
-def test_batch_holds_the_prompts():
+def test_encoded_batch_contains_prompts():
     batch = encode(TOKENIZER, PROMPTS[:3])
     assert batch.tokens.shape == (3, 32) and batch.tokens.dtype == batch.lengths.dtype == np.int32
     for prompt, row, length in zip(PROMPTS[:3], batch.tokens, batch.lengths, strict=True):
@@ -94,11 +94,11 @@ def test_batch_holds_the_prompts():
         (9, 1, (9, 32)),
     ],
 )
-def test_few_shapes(count, characters, shape):
+def test_batch_widths_are_powers_of_two(count, characters, shape):
     assert encode(TOKENIZER, ["x" * characters] * count).tokens.shape == shape
 
 
-def test_empty_prompt_needs_a_start_token():
+def test_empty_prompt_requires_bos():
     with pytest.raises(ValueError, match="Prompt 2 is empty"):
         encode(TOKENIZER, ["a", ""])
     batch = encode(text_pair.tokenizer(bos=True), ["a", ""])
@@ -118,18 +118,18 @@ def test_empty_prompt_needs_a_start_token():
         (24, 9, 128, 96),
     ],
 )
-def test_room_is_one_of_few_sizes_and_never_too_much(wanted, longest, positions, size):
+def test_padded_budget_has_few_sizes(wanted, longest, positions, size):
     batch = encode(TOKENIZER, ["x", "y" * longest])
     assert room(wanted, batch, positions) == size
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_more_room_changes_no_text(pair, temperature):
+def test_larger_budget_does_not_change_text(pair, temperature):
     batch, keys = encode(TOKENIZER, PROMPTS), text.request_keys(2, 4)
     assert continued(pair, batch, keys, temperature, size=96) == continued(pair, batch, keys, temperature)
 
 
-def test_keys_of_a_request_do_not_depend_on_the_others():
+def test_keys_do_not_depend_on_other_requests():
     eight = jax.random.key_data(text.request_keys(5, 8)).tolist()
     assert eight[:3] == jax.random.key_data(text.request_keys(5, 3)).tolist()
     assert (
@@ -144,14 +144,14 @@ def test_padding_changes_nothing(pair, temperature):
     assert continued(pair, bare, keys, temperature) == continued(pair, batch, keys, temperature)
 
 
-def test_ragged_batch_is_its_prompts_alone(pair):
+def test_ragged_batch_equals_single_prompts(pair):
     keys = text.request_keys(3, 4)
     together = continued(pair, encode(TOKENIZER, PROMPTS), keys, 1.0)
     alone = [continued(pair, encode(TOKENIZER, [p]), keys[i : i + 1], 1.0)[0] for i, p in enumerate(PROMPTS)]
     assert together == alone and len({tuple(row) for row in alone}) == len(PROMPTS)
 
 
-def test_new_prompts_of_a_known_shape_do_not_compile(pair, report):
+def test_new_prompts_of_known_shape_do_not_compile(pair, report):
     continued(pair, encode(TOKENIZER, PROMPTS), text.request_keys(0, 4))
     compiled = decode_program._cache_size()
     for seed, prompts in enumerate([["a", "bc", "def", "ghij"], ["x" * 32, "y", "z", "zz"]]):
@@ -169,7 +169,7 @@ def test_pieces_are_whole_characters(prompt, new):
     assert all(("\ufffd" in piece) <= ("\ufffd" in new) for piece in result)
 
 
-def test_space_before_the_first_piece_is_kept():
+def test_space_before_first_piece_is_kept():
     """Tokenizers that mark words by a leading space drop the first space when they decode; the pieces keep it."""
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁thing": 1}, unk_token="▁the"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -179,7 +179,7 @@ def test_space_before_the_first_piece_is_kept():
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1), min_size=1, max_size=40))
-def test_pieces_of_any_tokens_are_their_text(ids):
+def test_pieces_of_any_tokens_join_to_their_text(ids):
     """Even bytes that are not valid text, which models also emit, are neither lost nor repeated."""
     prompt = TOKENIZER("in the ")["input_ids"]
     whole = TOKENIZER.decode([*prompt, *ids], skip_special_tokens=True)

@@ -28,7 +28,7 @@ def folder(request, tmp_path):
     return tmp_path
 
 
-def test_ids_and_texts_are_those_of_transformers(folder, report):
+def test_ids_and_text_match_transformers(folder, report):
     light, whole = text.load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(light, tokenizer_file.TokenizerFile) and not isinstance(whole, tokenizer_file.TokenizerFile)
     texts = list(strings(2000))
@@ -83,13 +83,13 @@ def check_obeyed(name, count, folder):
 
 
 @pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
-def test_the_file_is_obeyed_whatever_the_class_is_called(name, tmp_path):
+def test_tokenizer_json_is_followed_for_any_class_name(name, tmp_path):
     check_obeyed(name, 60, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tokenizer_kinds.KINDS)
-def test_the_file_is_obeyed_for_many_texts(name, tmp_path):
+def test_tokenizer_json_is_followed_for_many_texts(name, tmp_path):
     check_obeyed(name, 2000, tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_named_tokens_are_special(tmp_path, stops, fields, place):
     assert ours.special_tokens_map == {"eos_token": "<|stop|>"}
 
 
-def test_the_map_of_an_older_folder_comes_before_its_config_and_not_in_a_newer_one(tmp_path, stops):
+def test_special_tokens_map_precedence_depends_on_format(tmp_path, stops):
     write(tmp_path, stops, {"eos_token": "a"})
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|stop|>"}')
     assert text.load_tokenizer(tmp_path).eos_token_id == 256
@@ -129,19 +129,19 @@ def test_the_map_of_an_older_folder_comes_before_its_config_and_not_in_a_newer_o
     assert text.load_tokenizer(tmp_path).special_tokens_map == {"eos_token": "a"}
 
 
-def test_a_name_without_a_token_is_no_token(tmp_path, stops):
+def test_name_of_missing_token_is_ignored(tmp_path, stops):
     ours = text.load_tokenizer(write(tmp_path, stops, {"eos_token": "<|nowhere|>", "pad_token": None}))
     assert ours.eos_token_id is None and len(ours) == 257
 
 
-def test_ids_of_config_json_name_what_no_other_file_names(tmp_path, stops):
+def test_config_ids_name_tokens_that_no_other_file_names(tmp_path, stops):
     write(tmp_path, stops, {"bos_token": None})
     (tmp_path / "config.json").write_text('{"bos_token_id": 3, "eos_token_id": 256}')
     ours = text.load_tokenizer(tmp_path)
     assert (ours.bos_token_id, ours.eos_token_id) == (None, 256)
 
 
-def test_the_unknown_token_is_not_hidden(tmp_path):
+def test_unknown_token_is_decoded(tmp_path):
     ours = text.load_tokenizer(write(tmp_path, tokenizer_kinds.kind("wordlevel"), {"unk_token": "<unk>"}))
     library = tokenizer_kinds.kind("wordlevel")
     ids = library.encode("the \u2603").ids
@@ -149,7 +149,7 @@ def test_the_unknown_token_is_not_hidden(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json"])
-def test_tokens_that_only_another_file_has_are_added(tmp_path, stops, place):
+def test_tokens_from_other_files_are_added(tmp_path, stops, place):
     write(tmp_path, stops, {"eos_token": "<|end|>"})
     if place == "added_tokens.json":
         (tmp_path / place).write_text('{"<tool>": 258, "<|end|>": 257}')
@@ -162,7 +162,7 @@ def test_tokens_that_only_another_file_has_are_added(tmp_path, stops, place):
     assert ours.decode(ids, skip_special_tokens=True) == "a<tool>"
 
 
-def test_added_tokens_of_another_model_are_refused(tmp_path, stops):
+def test_conflicting_added_token_ids_are_rejected(tmp_path, stops):
     write(tmp_path, stops, {})
     (tmp_path / "added_tokens.json").write_text('{"<|end|>": 300}')
     with pytest.raises(convert.CheckpointError, match=r"'<\|end\|>' has the id 300, but the next free id .* is 257"):
@@ -170,7 +170,7 @@ def test_added_tokens_of_another_model_are_refused(tmp_path, stops):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
-def test_a_damaged_config_is_named(tmp_path, stops, content):
+def test_damaged_config_is_named(tmp_path, stops, content):
     write(tmp_path, stops)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(convert.CheckpointError, match=r"tokenizer_config.json is not (JSON|a JSON object)"):
@@ -178,7 +178,7 @@ def test_a_damaged_config_is_named(tmp_path, stops, content):
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
-def test_chats_are_written_as_transformers_writes_them(tmp_path, place):
+def test_rendered_chats_match_transformers(tmp_path, place):
     template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content | trim }}{{ eos_token }}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     text_pair.tokenizer(bos=True).save_pretrained(tmp_path)
@@ -208,7 +208,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("config, files, expected", TEMPLATES.values(), ids=TEMPLATES)
-def test_the_default_chat_template(tmp_path, stops, config, files, expected):
+def test_default_chat_template_is_selected(tmp_path, stops, config, files, expected):
     write(tmp_path, stops, config | {"tokenizer_class": "TokenizersBackend"})
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -216,14 +216,14 @@ def test_the_default_chat_template(tmp_path, stops, config, files, expected):
     assert text.load_tokenizer(tmp_path).chat_template == expected
 
 
-def test_several_templates_without_a_default_are_named(tmp_path, stops):
+def test_error_lists_templates_without_a_default(tmp_path, stops):
     templates = [{"name": "a", "template": "A"}, {"name": "b", "template": "B"}]
     ours = text.load_tokenizer(write(tmp_path, stops, {"chat_template": templates}))
     with pytest.raises(jinja2.TemplateError, match="has the chat templates a, b, but none is the default"):
         ours.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 
 
-def test_variables_of_the_template(tmp_path):
+def test_template_variables_match_transformers(tmp_path):
     template = "{{ eos_token }}{{ thinking }}{{ messages[0].content }}"
     text_pair.tokenizer().save_pretrained(tmp_path)
     change(tmp_path, "tokenizer_config.json", chat_template=template)
@@ -234,14 +234,14 @@ def test_variables_of_the_template(tmp_path):
         assert rendered == theirs.apply_chat_template(chat, tokenize=False, **variables)
 
 
-def test_without_tokenizer_json_another_reads_it(tmp_path):
+def test_missing_tokenizer_json_is_not_read(tmp_path):
     text_pair.tokenizer().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     assert tokenizer_file.read(tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
-def test_pointers_of_git_lfs_are_not_damage(tmp_path, stops, name):
+def test_git_lfs_pointers_are_reported(tmp_path, stops, name):
     write(tmp_path, stops, {})
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 272123144\n")
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_pointers_of_git_lfs_are_not_damage(tmp_path, stops, name):
         text.load_tokenizer(tmp_path)
 
 
-def test_texts_are_neither_cut_nor_filled_up(tmp_path):
+def test_truncation_and_padding_settings_are_ignored(tmp_path):
     tokenizer = text_pair.tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding()
