@@ -18,7 +18,7 @@ LARGE, SMALL = 600, 320  # slots, with two prefix lengths and with one
 TREE = jspec.Tree.branching((2, 1))
 
 
-def test_prefixes_are_of_some_lengths_up_to_all():
+def test_prefix_lengths_double_up_to_cache_size():
     found = {slots: _prefixes(slots) for slots in (8, SMALL, 384, 385, LARGE, 1072, 4096)}
     assert found == {
         8: [8],
@@ -38,7 +38,7 @@ def attend(layer, x, cache, slots, past, branches):
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "past"])
-def test_a_longer_cache_changes_nothing(kind, report):
+def test_longer_cache_does_not_change_output(kind, report):
     """Output is unchanged around prefix lengths, with one shorter row, and with NaN and huge values in unused slots."""
     config, rng, worst = TARGET.config, np.random.default_rng(0), 0.0
     layer, size = TARGET.layers[0].self_attn, TREE.size + 1
@@ -69,7 +69,7 @@ def test_a_longer_cache_changes_nothing(kind, report):
 
 
 @pytest.mark.parametrize("name", ["model", "tree", "kangaroo"])
-def test_texts_that_outgrow_a_prefix_are_those_of_plain_decoding(name, prompts, report):
+def test_texts_longer_than_a_prefix_equal_plain_decoding(name, prompts, report):
     """Every row equals plain decoding, even a shorter row that reads more slots because of the longest row."""
     drafter = {
         "model": lambda: drafters.make("model", TARGET, toys.tiny_llama(1, 1, related_to=TARGET)),

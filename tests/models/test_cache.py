@@ -88,7 +88,7 @@ def _poison(cache, upto):
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 4])
-def test_both_caches_equal_a_fresh_reading_after_every_round(toy, prompts, num_draft_tokens, report):
+def test_both_caches_equal_fresh_pass_after_every_round(toy, prompts, num_draft_tokens, report):
     """Caches are equal bit for bit if both passes read equally many rows, unlike a draft model's passes at K > 1."""
     rounds, accepted, differences = 0, set(), {"target": [], "draft": []}
     for name in DRAFTS:
@@ -124,7 +124,7 @@ def test_both_caches_equal_a_fresh_reading_after_every_round(toy, prompts, num_d
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_what_lies_past_the_text_never_leaks(toy, prompts, name, report):
+def test_slots_beyond_text_never_leak(toy, prompts, name, report):
     """Output is the same with NaN in every rejected and unused slot, and junk after the sequence, before each round."""
     target, drafter = _pair(toy, name)
     request, clean = _begin_with(target, drafter, _blank(prompts(LENGTHS)), SamplingParams(), 4)
@@ -209,7 +209,7 @@ class _AlwaysOneToken:
         return state
 
 
-def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, prompts, report):
+def test_rejected_nan_token_does_not_affect_output(toy, prompts, report):
     """A token with a NaN embedding column is drafted in every round, never accepted, and changes no output."""
     target = toy(0)
     tokens, lengths, keys = prompts(LENGTHS, seed=1)
@@ -228,7 +228,7 @@ def test_a_token_that_breaks_the_model_harms_nobody_who_does_not_see_it(toy, pro
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
+def test_cache_write_changes_only_its_slots_without_conversion(dtype, count):
     """No slots are converted; a bfloat16 scatter on CPU would convert all slots to float32 and back at every pass."""
     rng, start = np.random.default_rng(0), np.array([0, 9, 64 - count, 65 - count], np.int32)
     for axis in (2, 3):
@@ -247,7 +247,7 @@ def test_a_write_changes_what_it_names_and_converts_nothing(dtype, count):
         assert compiled.memory_analysis().temp_size_in_bytes < whole.nbytes
 
 
-def test_slots_are_copied_from_row_to_row():
+def test_slots_are_copied_between_rows():
     """A block that reaches beyond the end is replaced by the last block; nothing else changes."""
     rng = np.random.default_rng(0)
     keys, values = rng.normal(size=(3, 2, 4, 10)), rng.normal(size=(3, 2, 10, 4))
@@ -261,7 +261,7 @@ def test_slots_are_copied_from_row_to_row():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_batch_that_is_some_rows_of_a_cache(dtype):
+def test_batch_may_use_selected_cache_rows(dtype):
     """Reading, branching, moving a path and appending match a separate cache bit for bit; other rows stay the same."""
     rng, rows, start = np.random.default_rng(0), np.array([2, 0], np.int32), np.array([5, 9], np.int32)
     target = jax.tree.map(lambda leaf: leaf.astype(dtype), toys.tiny_llama(0, 2))

@@ -73,7 +73,7 @@ def drafter(seed=0, **options):
     return LookAhead(jax.random.normal(jax.random.key(seed), (AHEAD, TARGET.config.hidden_size)), **options)
 
 
-def test_what_the_target_makes_of_them_is_told(prompts):
+def test_drafter_receives_states_at_vectors(prompts):
     """The drafter gets the vectors' hidden states as in a fresh pass over each round's text without its last token.
 
     The fresh pass uses a model whose vocabulary includes the vectors.
@@ -99,7 +99,7 @@ def test_what_the_target_makes_of_them_is_told(prompts):
 
 
 @pytest.mark.parametrize("how", ["float32", "int8", "bfloat16"])
-def test_texts_are_those_without(prompts, how):
+def test_vectors_do_not_change_output(prompts, how):
     """Under "coupled" with penalties, output equals plain decoding's, because the vectors' nodes are not tokens."""
     batch = prompts([4, 2], vocab_size=V)
     model = jspec.quantize(TARGET) if how == "int8" else toys.tiny_llama(0, 2)
@@ -125,12 +125,12 @@ def test_texts_are_those_without(prompts, how):
         (lambda: FallbackDrafter(NGramDrafter(), drafter()), TypeError, "which drafts a tree"),
     ],
 )
-def test_refusals(prompts, make, error, message):
+def test_invalid_embeddings_are_rejected(prompts, make, error, message):
     with pytest.raises(error, match=message):
         jspec.speculative_generate(TARGET, make(), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 
-def test_what_stands_behind_the_guesses_must_be_read(prompts):
+def test_embeddings_require_fixed_draft_length(prompts):
     chain = Chain(drafter().embeddings)
     with pytest.raises(ValueError, match="Chain has embeddings, which need drafts of one length; use a"):
         jspec.speculative_generate(
@@ -139,7 +139,7 @@ def test_what_stands_behind_the_guesses_must_be_read(prompts):
 
 
 @pytest.mark.parametrize(("checks", "error"), [(False, ValueError), (True, jax.errors.JaxRuntimeError)])
-def test_vectors_are_no_guesses(prompts, checks, error):
+def test_vectors_marked_as_draft_tokens_are_rejected(prompts, checks, error):
     """A drafter that marks vectors as draft tokens raises an error, in debug mode as well."""
     with jax.enable_checks(checks), pytest.raises(error, match="outside the vocabulary of 8 tokens"):
         out = jspec.speculative_generate(
@@ -153,12 +153,12 @@ def test_vectors_are_no_guesses(prompts, checks, error):
         jax.block_until_ready(out)
 
 
-def test_a_target_that_cannot_read_them(prompts):
+def test_target_without_embeddings_support_is_rejected(prompts):
     with pytest.raises(TypeError, match="LookAhead has embeddings for the target, but MarkovModel has no"):
         jspec.speculative_generate(toys.markov_pair(0)[0], drafter(), *prompts([3], vocab_size=V), max_new_tokens=8)
 
 
-def test_ids_beyond_them_are_read_as_some_token(prompts):
+def test_ids_beyond_vectors_do_not_change_output(prompts):
     """Ids beyond the vectors leave the output unchanged, because they are not draft tokens."""
     batch = prompts([4], vocab_size=V)
     with jax.enable_checks(True):

@@ -41,7 +41,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_are_those_of_transformers(name, tmp_path, quick_compile, report):
+def test_logits_match_transformers(name, tmp_path, quick_compile, report):
     folder = checkpoint(tmp_path / "hf", **SHAPES[name])
     model = jspec.load(folder, dtype=np.float32)
     tokens = np.random.default_rng(1).integers(0, model.config.vocab_size, (3, 32)).astype(np.int32)
@@ -61,7 +61,7 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("family", DRAFTERS)
-def test_greedy_text_is_that_of_transformers(family, tmp_path, quick_compile, report):
+def test_greedy_text_matches_transformers(family, tmp_path, quick_compile, report):
     new, folder = 16, checkpoint(tmp_path / "hf", **SHAPES[family])
     model, theirs = jspec.load(folder, dtype=np.float32), twin(folder)
     tokens, lengths = np.random.default_rng(2).integers(0, 83, (3, 7)).astype(np.int32), np.array([7, 4, 1])
@@ -79,7 +79,7 @@ def test_greedy_text_is_that_of_transformers(family, tmp_path, quick_compile, re
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_quantising_leaves_norms_and_biases_alone(family, tmp_path):
+def test_quantisation_keeps_norms_and_biases(family, tmp_path):
     folder = checkpoint(tmp_path / "hf", **SHAPES[family])
     exact, rounded = jspec.load(folder, dtype=np.float32), jspec.load(folder, dtype=np.float32, quantize="int8")
     for one, other in zip(exact.layers, rounded.layers, strict=True):
@@ -90,7 +90,7 @@ def test_quantising_leaves_norms_and_biases_alone(family, tmp_path):
             np.testing.assert_array_equal(*(array[...] for array in pair))
 
 
-def test_a_text_may_be_as_long_as_the_window(tmp_path):
+def test_text_length_is_limited_by_sliding_window(tmp_path):
     model = jspec.load(make(tmp_path / "hf", **MISTRAL | {"sliding_window": 8}), dtype=np.float32)
     batch = np.array([[1, 2, 3]]), np.array([3]), jax.random.split(jax.random.key(0), 1)
     assert jax.eval_shape(lambda: jspec.generate(model, *batch, max_new_tokens=5)).tokens.shape == (1, 5)
@@ -126,7 +126,7 @@ def yarn_sections():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_frequencies_and_scale_of_yarn_are_those_of_transformers(report):
+def test_yarn_frequencies_and_scale_match_transformers(report):
     pytest.importorskip("torch")
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -254,7 +254,7 @@ def check_against_transformers(raw, folder):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_configs_as_published(name, tmp_path):
+def test_published_configs_are_parsed(name, tmp_path):
     raw, longest = PUBLISHED[name]
     ours = check_against_transformers(raw, tmp_path)
     assert ours.max_position_embeddings == longest
@@ -264,12 +264,12 @@ def test_configs_as_published(name, tmp_path):
 
 
 @pytest.mark.parametrize("family", LEFT_OUT)
-def test_what_is_left_out_is_what_transformers_takes(family, tmp_path):
+def test_missing_fields_have_defaults_of_transformers(family, tmp_path):
     changes = {"max_position_embeddings": 1 << 15, "num_attention_heads": 32, "hidden_size": 64}
     check_against_transformers(raw_config(**SHAPES[family] | changes | dict.fromkeys(LEFT_OUT[family], ...)), tmp_path)
 
 
-def test_null_key_value_heads_are_as_many_as_heads(tmp_path):
+def test_null_key_value_heads_default_to_attention_heads(tmp_path):
     for family in ("qwen2", "qwen3"):  # transformers rejects it in Mistral
         check_against_transformers(raw_config(**SHAPES[family] | {"num_key_value_heads": None}), tmp_path)
 
@@ -313,7 +313,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_config_is_rejected(name):
     changes, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message) as error:
         parse_config(raw_config(**changes))
@@ -329,14 +329,14 @@ def test_refused(name):
         (QWEN2 | {"head_dim": 16}, QWEN3, r"lacks .*self_attn\.k_norm\.weight"),
     ],
 )
-def test_weights_of_another_family_are_refused(one, other, message, tmp_path):
+def test_weights_of_different_family_are_rejected(one, other, message, tmp_path):
     folder = checkpoint(tmp_path / "hf", **one)
     (folder / "config.json").write_text(json.dumps(raw_config(**other)), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         convert.load(folder)
 
 
-def test_a_config_is_one_of_a_plain_llama_unless_it_says_so():
+def test_config_is_plain_llama_by_default():
     plain = parse_config(raw_config())
     assert (plain.qkv_bias, plain.qk_norm) == (False, False)
     assert dataclasses.replace(plain, qkv_bias=True) == parse_config(raw_config(**QWEN2))

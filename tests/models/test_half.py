@@ -19,7 +19,7 @@ def half(scale=1.0):
     return model
 
 
-def test_what_a_pass_computes_is_what_is_looked_at(report):
+def test_checked_activations_match_forward_pass(report):
     """The last output is the hidden state of a float32 pass, and the bound applies to that pass's values."""
     model = half()
     found = dict(activations(model))
@@ -31,7 +31,7 @@ def test_what_a_pass_computes_is_what_is_looked_at(report):
     check_fits_float16(model)
 
 
-def test_numbers_beyond_60_000_are_refused_by_name():
+def test_activations_beyond_60_000_are_rejected_by_name():
     with pytest.raises(
         ValueError, match=r"layers\.1\.mlp\.down_proj's (input|output) reaches [\d,]+ on a probe prompt"
     ):
@@ -46,7 +46,7 @@ def test_numbers_beyond_60_000_are_refused_by_name():
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_load_refuses_it(tmp_path, quantize):
+def test_load_rejects_float16_overflow(tmp_path, quantize):
     raw = raw_config()
     weights = tensors(raw)
     for name in ("up_proj", "down_proj"):

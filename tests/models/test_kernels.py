@@ -37,7 +37,7 @@ def _by_head(mixed, size):
 
 
 @pytest.mark.parametrize("name", by_default(CASES, ("an empty cache", "ratio 4", "eight shares")))
-def test_the_kernel_computes_what_xla_does(name, report):
+def test_attention_kernel_matches_xla(name, report):
     """Caches equal XLA's bit for bit, and results are about as close to the exact values."""
     arguments = attention_arguments(*CASES[name])
     qkv, tables, *_, positions, sizes = arguments
@@ -55,7 +55,7 @@ def test_the_kernel_computes_what_xla_does(name, report):
 
 
 @pytest.mark.parametrize("name", ["ratio 3", "eight shares"])
-def test_what_no_query_sees_does_not_matter(name):
+def test_unseen_slots_do_not_matter(name):
     """NaN in the slots that the new tokens take, and in every slot after them, changes no output."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(*CASES[name])
     behind = jnp.arange(keys.shape[3]) >= positions[:, :1]
@@ -70,7 +70,7 @@ def test_what_no_query_sees_does_not_matter(name):
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_value_that_is_not_finite_reaches_who_sees_it_and_nobody_else(broken):
+def test_non_finite_value_reaches_only_tokens_that_see_it(broken):
     """A non-finite value affects only its group, from its token on, in this pass and the next, until overwritten."""
     clean = attention_arguments(*CASES["ratio 3"])
     qkv, tables, keys, _, positions, sizes = clean
@@ -107,7 +107,7 @@ def test_tokens_that_do_not_fit_are_dropped():
     assert jnp.isfinite(mixed).all()
 
 
-def test_passes_in_a_loop_build_one_cache():
+def test_passes_in_loop_carry_one_cache():
     """Three passes of two tokens under `lax.while_loop` carry one cache and match XLA's version."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(3, 2, 4, 1, 64, 64, [0, 5, 40])
 
@@ -126,7 +126,7 @@ def test_passes_in_a_loop_build_one_cache():
 
 
 @pytest.mark.parametrize("slots", [40, 2048])
-def test_the_kernel_is_lowered_with_64_bit_types(slots):
+def test_kernel_lowers_with_64_bit_types(slots):
     with jax.enable_x64(True):
         qkv, tables, keys, values, positions = _shapes()
         cache = [leaf.update(shape=tuple(slots if n == 40 else n for n in leaf.shape)) for leaf in (keys, values)]
@@ -136,7 +136,7 @@ def test_the_kernel_is_lowered_with_64_bit_types(slots):
         assert _has_kernel(_choose, half)
 
 
-def test_nothing_is_jitted_where_nothing_may_be():
+def test_disable_jit_works_with_kernel_choice():
     qkv, *others, sizes = attention_arguments(*CASES["one token"])
     with jax.disable_jit():
         found = choice.attention(_attend_projected, qkv, *others, sizes)
@@ -144,7 +144,7 @@ def test_nothing_is_jitted_where_nothing_may_be():
 
 
 @pytest.mark.parametrize("name", ["one token", "eight shares"])
-def test_a_row_that_is_no_token_changes_nothing(name):
+def test_padding_row_changes_nothing(name):
     qkv, *others, sizes = attention_arguments(*CASES[name])
     more = jnp.concatenate([qkv, jnp.full_like(qkv[:, :1], 3)], axis=1)
     for form in (KERNEL, XLA):
@@ -155,7 +155,7 @@ def test_a_row_that_is_no_token_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", NORM)
-def test_the_norm_kernel_computes_what_xla_does(name, report):
+def test_norm_kernel_matches_xla(name, report):
     x, mixed, weight, gamma = norm_arguments(*NORM[name])
     stream, normed = project_add_norm(x, mixed, weight, gamma, eps=1e-5, interpret=True)
     added = jnp.asarray(np.asarray(mixed, np.float64) @ np.asarray(weight, np.float64), jnp.bfloat16)
@@ -167,7 +167,7 @@ def test_the_norm_kernel_computes_what_xla_does(name, report):
     np.testing.assert_allclose(np.float64(normed), exact, rtol=2**-6)  # it is rounded twice
 
 
-def test_which_norms_have_the_kernel():
+def test_norm_kernel_is_used_only_where_supported():
     def has_kernel(rows=2, platform="cuda", **dtypes):
         shapes = {"x": (rows, 1, 64), "inner": (rows, 1, 96), "weight": (96, 64), "gamma": (64,)}
         arguments = [jax.ShapeDtypeStruct(shape, dtypes.get(name, jnp.bfloat16)) for name, shape in shapes.items()]
@@ -198,7 +198,7 @@ def _has_kernel(program, arguments, platform="cuda"):
     return "xla.gpu.triton" in _lowered(program, arguments, platform)
 
 
-def test_what_has_the_kernel():
+def test_attention_kernel_is_used_only_where_supported():
     def shaped(heads=6, size=64, **shape):
         def program(*arguments):
             return choice.attention(_attend_projected, *arguments, (heads, 2, size))
@@ -211,7 +211,7 @@ def test_what_has_the_kernel():
     assert not any(_has_kernel(_choose, _shapes(), platform) for platform in ("cpu", "tpu", "rocm"))
 
 
-def test_several_devices_have_it_under_shard_map_alone():
+def test_several_devices_use_kernel_only_under_shard_map():
     """Under `shard_map`, a cache that starts the same on every device is written differently on each."""
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))  # as the program sees it; see `on_any_mesh`
     rows = NamedSharding(mesh, P("data"))
@@ -228,7 +228,7 @@ def test_several_devices_have_it_under_shard_map_alone():
     assert _has_kernel(mapped, (divided[0], divided[1], divided[4]))
 
 
-def test_a_gpu_without_triton_has_xla_form(monkeypatch):
+def test_gpu_without_triton_uses_xla(monkeypatch):
     def has_kernel(*capabilities):
         found = [SimpleNamespace(compute_capability=capability) for capability in capabilities]
         monkeypatch.setattr(jax, "local_devices", lambda backend: found)
@@ -241,19 +241,19 @@ def test_a_gpu_without_triton_has_xla_form(monkeypatch):
     assert weights.default_dtype() == jnp.bfloat16
 
 
-def test_programs_can_do_without_kernels(monkeypatch):
+def test_environment_variable_disables_kernels(monkeypatch):
     monkeypatch.setenv("JSPEC_KERNELS", "0")
     assert not _has_kernel(_choose, _shapes())
     monkeypatch.setenv("JSPEC_KERNELS", "1")
     assert _has_kernel(_choose, _shapes())
 
 
-def test_a_jax_without_triton_compiles_programs_without_kernels(monkeypatch):
+def test_jax_without_triton_compiles_without_kernels(monkeypatch):
     monkeypatch.setattr(choice, "_TRITON", "jax.experimental.pallas.was_removed")
     assert not _has_kernel(_choose, _shapes())
 
 
-def test_elsewhere_the_program_is_as_without_it():
+def test_cpu_program_is_unaffected_by_kernel():
     def without(*arguments):
         return _attend_projected(*arguments, (6, 2, 64))
 
@@ -265,13 +265,13 @@ def test_elsewhere_the_program_is_as_without_it():
     assert text(_choose) == text(without)
 
 
-def test_pallas_is_imported_by_those_who_need_it():
+def test_pallas_is_imported_lazily():
     code = "import sys, jspec; jspec.Llama, jspec.generate; print('jax.experimental.pallas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False"], done.stderr
 
 
-def test_transformations_have_xlas_form():
+def test_transformations_use_xla():
     """XLA's version is used without `jax.jit`, under `jax.grad`, and under `jax.vmap`."""
     qkv, *others, sizes = attention_arguments(*CASES["one token"])
 

@@ -105,7 +105,7 @@ def _compare(report, logits, expected):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_transformers(name, tmp_path, report):
+def test_logits_match_transformers(name, tmp_path, report):
     model = _hf_model(**CONFIGS[name])
     model.save_pretrained(tmp_path)
     loaded = jspec.load(tmp_path, dtype=np.float32)
@@ -114,7 +114,7 @@ def test_logits_are_those_of_transformers(name, tmp_path, report):
 
 
 @pytest.mark.parametrize("name", LEGACY)
-def test_the_older_spelling_of_the_config_means_the_same_model(name, tmp_path):
+def test_legacy_config_spelling_is_equivalent(name, tmp_path):
     _hf_model(**CONFIGS[name]).save_pretrained(tmp_path)
     new = jspec.load(tmp_path, dtype=np.float32)
     assert "rope_parameters" in (tmp_path / "config.json").read_text()
@@ -122,7 +122,7 @@ def test_the_older_spelling_of_the_config_means_the_same_model(name, tmp_path):
     assert jspec.load(tmp_path, dtype=np.float32).config == new.config
 
 
-def test_padding_that_transformers_masks_changes_nothing(tmp_path, report):
+def test_masked_padding_changes_nothing(tmp_path, report):
     """Logits match those of transformers for the same ragged batch with an attention mask."""
     torch = pytest.importorskip("torch")
     model = _hf_model()
@@ -134,7 +134,7 @@ def test_padding_that_transformers_masks_changes_nothing(tmp_path, report):
     _compare(report, jspec.load(tmp_path, dtype=np.float32)(_tokens()), expected)
 
 
-def test_the_cache_gives_what_the_whole_text_gives(toy, report):
+def test_cached_forward_equals_full_forward(toy, report):
     """A cache fed in pieces, from a different position in each row as in decoding, gives the full pass's logits."""
     model = toy(0, num_hidden_layers=2, rope=RopeConfig(theta=100.0))
     tokens = _tokens(61)
@@ -153,7 +153,7 @@ def test_the_cache_gives_what_the_whole_text_gives(toy, report):
     assert worst <= 1e-4
 
 
-def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(tmp_path):
+def test_bfloat16_model_gives_float32_logits(tmp_path):
     model = _hf_model()
     model.save_pretrained(tmp_path)
     loaded = jspec.load(tmp_path, dtype=jnp.bfloat16)
@@ -166,7 +166,7 @@ def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 2)])
-def test_a_product_in_bfloat16_is_rounded_once(shape):
+def test_bfloat16_product_is_rounded_once(shape):
     """The product and its gradients are each rounded once; a float32 result is not rounded."""
     rng = np.random.default_rng(0)
     x, given = (jnp.asarray(rng.normal(size=(*shape, size)), jnp.bfloat16) for size in (24, 40))
@@ -188,7 +188,7 @@ def test_a_product_in_bfloat16_is_rounded_once(shape):
     np.testing.assert_allclose(layers._project(weight, None, x, jnp.float32), wide_x @ wide_w, rtol=1e-5, atol=1e-6)
 
 
-def test_no_layers_are_no_layers(toy):
+def test_empty_layer_selection_returns_embeddings(toy):
     model, tokens = toy(0), np.array([[3, 5]])
     hidden, cache = model.forward(tokens, model.new_cache(1, 4), np.zeros(1, np.int32), layers=())
     np.testing.assert_array_equal(hidden, model.embed_tokens(tokens))

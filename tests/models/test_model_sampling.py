@@ -47,13 +47,13 @@ def written(folder, generation, **changes):
 
 
 @pytest.mark.parametrize(("generation", "values"), READ)
-def test_what_is_read(generation, values):
+def test_generation_config_is_parsed(generation, values):
     found = parse_sampling(generation)
     assert found.values() == values and found.unsupported == ()
     assert parse_sampling(found.fields()).values() == values
 
 
-def test_a_config_recommends_only_without_a_generation_config(tmp_path):
+def test_config_sampling_fields_are_only_a_fallback(tmp_path):
     """Fields in config.json count only without a generation config, as in transformers, which once wrote them there."""
     (tmp_path / "config.json").write_text(json.dumps(raw_config(temperature=0.3, do_sample=True, pad_token_id=-1)))
     assert convert.read_config(tmp_path).sampling == SamplingDefaults(temperature=0.3)
@@ -81,7 +81,7 @@ def test_a_config_recommends_only_without_a_generation_config(tmp_path):
         ({"do_sample": "true"}, "do_sample is 'true'; expected true or false"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path, generation, phrase):
+def test_invalid_sampling_fields_are_rejected(tmp_path, generation, phrase):
     (tmp_path / "config.json").write_text(json.dumps(raw_config()))
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError, match=f"generation_config.json: {phrase}") as caught:
@@ -89,7 +89,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, generation, phrase):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_supported_is_named(caplog):
+def test_unsupported_sampling_fields_are_logged_once(caplog):
     inert = {"num_beams": 1, "typical_p": 1.0, "bad_words_ids": [], "renormalize_logits": True, "eta_cutoff": 0.0}
     assert parse_sampling(inert).unsupported == ()
     found = parse_sampling({"temperature": 0.5, "num_beams": 4, "typical_p": 0.9, "suppress_tokens": [3]})
@@ -108,7 +108,7 @@ def test_what_is_not_supported_is_named(caplog):
     ]
 
 
-def test_it_is_kept_wherever_the_model_goes(tmp_path):
+def test_sampling_defaults_survive_conversion(tmp_path):
     folder = written(tmp_path / "model", QWEN)
     loaded = convert.load(folder)
     convert.save(loaded, tmp_path / "store")
@@ -118,7 +118,7 @@ def test_it_is_kept_wherever_the_model_goes(tmp_path):
         assert convert.read_config(tmp_path / name).sampling == parse_sampling(QWEN), name
 
 
-def test_a_gguf_file_recommends_too(tmp_path):
+def test_gguf_sampling_defaults_are_read(tmp_path):
     keys = {
         "general.sampling.temp": np.float32(0.6),
         "general.sampling.top_k": 20,
@@ -151,7 +151,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("generation", "same"), SETTINGS)
-def test_texts_are_those_of_the_models_own_sampling(target, generation, same):
+def test_complete_uses_sampling_defaults_of_target(target, generation, same):
     """The target's defaults are used and the draft's are ignored; explicit parameters replace all defaults."""
     model, draft = target(generation), target({"temperature": 0.01, "repetition_penalty": 5})
     words = (model, draft, TOKENIZER, ["the thing", "in a"])
@@ -162,14 +162,14 @@ def test_texts_are_those_of_the_models_own_sampling(target, generation, same):
     assert (found == plain) == (same == jspec.SamplingParams())
 
 
-def test_streams_sample_as_the_model_recommends(target):
+def test_stream_uses_sampling_defaults_of_target(target):
     model, options = target(QWEN), {"max_new_tokens": 12, "seed": 3}
     (whole,) = jspec.complete(model, None, TOKENIZER, "in a", **options)
     streamed = [token for part in jspec.stream(model, None, TOKENIZER, "in a", **options) for token in part.tokens]
     assert streamed == whole.tokens
 
 
-def test_options_of_a_command_take_the_place_of_single_fields(run, tmp_path):
+def test_command_options_override_single_defaults(run, tmp_path):
     folder = written(tmp_path / "model", LLAMA)
 
     def text(*options):
@@ -186,7 +186,7 @@ def test_options_of_a_command_take_the_place_of_single_fields(run, tmp_path):
     assert text("--top-p", 1, "--temperature", 1)[0] != own
 
 
-def test_a_chat_samples_as_the_model_recommends(run, tmp_path):
+def test_chat_uses_sampling_defaults_of_model(run, tmp_path):
     folder = written(tmp_path / "model", {"do_sample": False})
     code, out, error = run("chat", folder, "--plain", "-n", 6, "--max-length", 64, stdin=b"in a\n")
     greedy = run(
@@ -196,7 +196,7 @@ def test_a_chat_samples_as_the_model_recommends(run, tmp_path):
     assert "Sampling" not in greedy[2]
 
 
-def test_a_request_takes_the_place_of_single_fields():
+def test_request_fields_override_single_defaults():
     config = types.SimpleNamespace(vocab_size=50, sampling=parse_sampling(QWEN))
     served = types.SimpleNamespace(target=types.SimpleNamespace(config=config))
 

@@ -57,7 +57,7 @@ def _assert_same(first, second):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_is_that_of_the_oracle(toy, dtype, report):
+def test_rounding_matches_float64_oracle(toy, dtype, report):
     """Rounding matches float64 NumPy, even for a zero column, one too small to divide by, and one with an outlier."""
     model = jax.tree.map(lambda leaf: leaf.astype(dtype), toy(0, num_hidden_layers=2))
     odd = model.layers[1].mlp.down_proj
@@ -82,7 +82,7 @@ def test_rounding_is_that_of_the_oracle(toy, dtype, report):
     assert worst <= 0.5 * (1 + 127 * np.finfo(np.float32).eps)
 
 
-def test_the_rest_is_shared_and_the_original_untouched(toy):
+def test_other_parameters_are_shared_and_original_unchanged(toy):
     model = toy(1, attention_bias=True)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     quantised = jspec.quantize(model, "int8")
@@ -95,7 +95,7 @@ def test_the_rest_is_shared_and_the_original_untouched(toy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_dequantised_weights(toy, kind, report):
+def test_logits_equal_dequantised_weights(toy, kind, report):
     model = toy(2, num_hidden_layers=2, **KINDS[kind])
     quantised = jspec.quantize(model, "int8")
     assert (quantised.lm_head is None) == ("tied" in kind.split(", "))
@@ -136,7 +136,7 @@ LAW_PROMPTS, LAW_SETTINGS = ((5,), (2, 7), (1, 4, 4, 0, 6, 3, 2)), ({}, {"temper
 
 
 @pytest.mark.slow
-def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=1024):
+def test_int8_draft_keeps_target_distribution(report, draws=32_768, chunk=1024):
     target, drafts = law.llama_pair()
     draft = jspec.quantize(drafts["related"], "int8")
     tokens = np.full((3, 7), 5, np.int32)
@@ -163,7 +163,7 @@ def test_an_int8_draft_leaves_the_law_of_the_target(report, draws=32_768, chunk=
     assert min(p_values) * len(p_values) > oracle.ALPHA
 
 
-def test_greedy_text_with_an_int8_draft_is_plain_text(toy, prompts, report):
+def test_greedy_text_with_int8_draft_equals_plain_text(toy, prompts, report):
     target = toy(3, num_key_value_heads=4)
     batch = prompts(np.arange(1, 17), seed=6)
     plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=GREEDY).tokens
@@ -177,7 +177,7 @@ def test_greedy_text_with_an_int8_draft_is_plain_text(toy, prompts, report):
         assert {"itself": 0.8, "related": 0.2}[name] < rate < 1
 
 
-def test_greedy_text_of_an_int8_target_is_its_plain_text(toy, prompts, report):
+def test_greedy_text_of_int8_target_equals_its_plain_text(toy, prompts, report):
     full = toy(7)
     target, batch = jspec.quantize(full, "int8"), prompts(np.arange(1, 17), seed=8)
     plain = jspec.generate(target, *batch, max_new_tokens=64, sampling=GREEDY).tokens
@@ -190,7 +190,7 @@ def test_greedy_text_of_an_int8_target_is_its_plain_text(toy, prompts, report):
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("stored", [np.float32, BFLOAT16])
-def test_every_way_to_load_gives_the_same_model(tmp_path, changes, stored):
+def test_every_way_to_load_int8_gives_same_model(tmp_path, changes, stored):
     source = make(tmp_path / "hf", stored, shards=2, **changes)
     convert.save(convert.load(source), tmp_path / "store")
     for dtype in ("float32", "bfloat16"):
@@ -200,7 +200,7 @@ def test_every_way_to_load_gives_the_same_model(tmp_path, changes, stored):
         _assert_same(jspec.quantize(jspec.load(source, dtype), "int8"), loaded)
 
 
-def test_a_quarter_of_the_memory_and_never_the_whole_model_unquantised(tmp_path, monkeypatch, report):
+def test_int8_loading_needs_quarter_memory_and_no_full_model(tmp_path, monkeypatch, report):
     source = make(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=2048, head_dim=64)
     full = sum(leaf.nbytes for leaf in jax.tree.leaves(jspec.load(source, "float32")))
     gc.collect()
@@ -227,7 +227,7 @@ def test_a_quarter_of_the_memory_and_never_the_whole_model_unquantised(tmp_path,
 
 
 @pytest.mark.parametrize("kind", ["int3", "", "INT8", 8, True, jnp.int8])
-def test_other_kinds_are_refused(tmp_path, toy, kind):
+def test_unsupported_kinds_are_rejected(tmp_path, toy, kind):
     with pytest.raises(ValueError, match=r'^quantize=.* is not supported; use "int8", or None .*\.$'):
         jspec.load(tmp_path / "nothing here", quantize=kind)
     with pytest.raises(ValueError, match="is not supported"):
@@ -239,7 +239,7 @@ def test_other_kinds_are_refused(tmp_path, toy, kind):
     ("hf_name", "name"),
     [("model.layers.1.mlp.up_proj.weight", "layers.1.mlp.gate_up_proj.weight"), ("lm_head.weight", "lm_head.weight")],
 )
-def test_a_weight_that_is_not_finite_is_refused(tmp_path, value, hf_name, name):
+def test_non_finite_weight_is_rejected(tmp_path, value, hf_name, name):
     raw = raw_config()
     broken = tensors(raw)
     broken[hf_name][3, 4] = value
@@ -266,7 +266,7 @@ def test_one_program_serves_all_int8_models_of_a_shape(toy, prompts, compilation
     assert (first != second).any()
 
 
-def test_on_a_tpu_a_tokens_numbers_lie_side_by_side(monkeypatch):
+def test_weights_have_tpu_layout_on_tpu(monkeypatch):
     """Weights have the layout that TPU programs read; otherwise each call would start with a copy."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     path = PAIR / "draft"
