@@ -32,7 +32,7 @@ def nbytes(tree):
     "details", [{}, {"qkv_bias": True, "qk_norm": True}, {"vocab_size": 24}], ids=["llama", "qwen", "wide"]
 )
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
-def test_weights_and_caches_are_those_of_a_model(details, quantized):
+def test_weight_and_cache_sizes_match_model(details, quantized):
     model = toys.tiny_llama(0, **details)
     model = jspec.quantize(model) if quantized else model
     weights = Weights(model.config, 4, quantized)
@@ -41,14 +41,14 @@ def test_weights_and_caches_are_those_of_a_model(details, quantized):
     assert weights.cache_bytes(3, 64) == nbytes(model.new_cache(3, 64))
 
 
-def test_a_tied_embedding_is_read_as_the_head():
+def test_tied_embedding_counts_as_head():
     weights = Weights(TINY, 2)
     assert weights.bytes_read == weights.bytes == 2 * weights.parameters_read
     assert Weights(UNTIED, 2).bytes_read == Weights(UNTIED, 2).bytes - 2 * UNTIED.vocab_size * UNTIED.hidden_size
 
 
 @pytest.mark.parametrize(("width", "new", "k"), [(5, 20, 6), (5, 20, 7), (8, 55, 0), (8, 56, 0)])
-def test_caches_are_those_that_decoding_allocates(width, new, k):
+def test_planned_caches_equal_allocated_caches(width, new, k):
     target, draft = toys.tiny_llama(0), toys.tiny_llama(1, num_layers=1)
 
     def begin():
@@ -73,7 +73,7 @@ SHAPED = {
 
 
 @pytest.mark.parametrize("name", by_default(SHAPED, ("MLP",)))
-def test_temporaries_are_within_a_factor_of_two_of_what_xla_allocates(name, report):
+def test_planned_temporaries_are_within_factor_two_of_xla(name, report):
     """This test covers float32 on CPU; tests/core/test_devices.py covers GPUs."""
     target, draft, (batch, width, new, k) = SHAPED[name]
     models = tuple(Weights(config, 4) for config in (target, draft) if config)
@@ -86,7 +86,7 @@ def test_temporaries_are_within_a_factor_of_two_of_what_xla_allocates(name, repo
     assert allocated / 2 <= planned.temporaries <= 2 * allocated
 
 
-def test_published_sizes():
+def test_sizes_match_published_models():
     big, small = Weights(BIG, 2), Weights(SMALL, 2)
     assert [round(model.bytes / 1e9, 2) for model in (big, small)] == [6.43, 2.47]
     assert (big.cache_bytes(1, 1), small.cache_bytes(1, 1)) == (114_688, 32_768)

@@ -38,14 +38,14 @@ H100 = devices.DEVICES["h100"]
         ("TPU v6 lite", "v6e"),
     ],
 )
-def test_the_device_that_is_here(monkeypatch, kind, name):
+def test_local_device_is_recognised(monkeypatch, kind, name):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     assert devices.find() is devices.DEVICES[name] is devices.find(name)
     assert jspec.plan(BIG, SMALL).device is devices.DEVICES[name]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "TPU v5"])
-def test_a_device_like_another_is_not_taken_for_it(monkeypatch, kind):
+def test_similar_device_is_not_confused(monkeypatch, kind):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
     with pytest.raises(ValueError, match=f"the device here, {kind}; .*h200, h100, .*measure here with `jspec tune`"):
         jspec.plan(BIG, SMALL)
@@ -96,7 +96,7 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
     ("name", "batch", "length", "acceptance"),
     [("h100", 1, 4096, 0.8), ("t4", 3, 700, 0.35), ("v5e", 1, 33, 1.0), ("l4", 64, 512, 0.9), ("a100", 200, 90, 0.6)],
 )
-def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
+def test_predicted_seconds_match_explicit_count(name, batch, length, acceptance, quantized):
     """Predicted seconds equal the counted ones for memory-bound and compute-bound shapes."""
     device = devices.DEVICES[name]
     options = {"batch": batch, "length": length, "acceptance": acceptance, "quantize": "int8" if quantized else None}
@@ -111,7 +111,7 @@ def test_seconds_are_counted_out(name, batch, length, acceptance, quantized):
     assert (found.int8 == found.draft) == quantized
 
 
-def test_published_bounds():
+def test_plan_matches_published_bounds():
     """The plan gives the published bounds at 4.3 TB/s, which an H200 reaches, without launch costs."""
     device = dataclasses.replace(devices.DEVICES["h200"], bandwidth=4.3e12, bandwidth_share=1.0, launch=0.0)
     found = jspec.plan(BIG, SMALL, device=device, length=512, acceptance=0.8)
@@ -120,7 +120,7 @@ def test_published_bounds():
     assert (found.draft.best, round(found.draft.speedup, 2)) == (2, 1.38)
 
 
-def test_a_share_of_the_bandwidth_is_a_smaller_bandwidth():
+def test_bandwidth_share_scales_bandwidth():
     shared = dataclasses.replace(H100, bandwidth_share=0.8)
     found = jspec.plan(BIG, SMALL, device=shared)
     expected = jspec.plan(BIG, SMALL, device=dataclasses.replace(H100, bandwidth=0.8 * H100.bandwidth))
@@ -129,7 +129,7 @@ def test_a_share_of_the_bandwidth_is_a_smaller_bandwidth():
     assert found.plain_seconds > jspec.plan(BIG, SMALL, device=H100).plain_seconds
 
 
-def test_launches_cost_what_they_cost():
+def test_launch_costs_are_counted_per_kernel():
     quiet = dataclasses.replace(H100, launch=0.0)
     with_, without = (jspec.plan(BIG, SMALL, device=device) for device in (H100, quiet))
     assert with_.plain_seconds - without.plain_seconds == pytest.approx((10 * 28 + 14 + 26) * 2e-6)
@@ -143,7 +143,7 @@ plan_quickly = functools.partial(jspec.plan, SHAPES["109m"], dataclasses.replace
 
 @settings(max_examples=40, deadline=None)
 @given(st.tuples(rates, rates), st.sampled_from(["h100", "t4", "v5e"]), st.integers(1, 64))
-def test_more_acceptance_is_never_slower(pair, name, batch):
+def test_higher_acceptance_is_never_slower(pair, name, batch):
     worse, better = (plan_quickly(device=name, batch=batch, acceptance=rate, length=512) for rate in sorted(pair))
     for one, other in ((worse.draft, better.draft), (worse.int8, better.int8)):
         assert one.speedup <= other.speedup * (1 + 1e-12)
@@ -153,7 +153,7 @@ def test_more_acceptance_is_never_slower(pair, name, batch):
 # Verdicts.
 
 
-def test_what_is_never_accepted_is_not_drafted():
+def test_zero_acceptance_recommends_plain_decoding():
     found = jspec.plan(BIG, TINY_DRAFT, device="h100", acceptance=0.0)
     assert (found.verdict, found.draft.best, found.draft.speedup) == (planning.PLAIN, 0, 1.0)
 
@@ -171,13 +171,13 @@ def test_a_draft_as_large_as_the_target_does_not_pay(acceptance):
         assert found.verdict == planning.PLAIN
 
 
-def test_a_free_draft_goes_all_the_way():
+def test_free_draft_uses_maximum_length():
     found = jspec.plan(BIG, TINY_DRAFT, device=dataclasses.replace(H100, launch=0.0), acceptance=1.0, length=470)
     assert found.draft.best == 16 and found.draft.speedup == pytest.approx(17, rel=0.05)
     assert found.verdict == planning.SPECULATE  # int8 gains less than 5 % on a draft that is free
 
 
-def test_a_draft_is_quantised_where_that_is_worth_it():
+def test_int8_draft_is_recommended_if_worthwhile():
     found = jspec.plan(BIG, SMALL, device="h100")
     assert found.verdict == planning.QUANTIZE and found.int8.speedup > 1.05 * found.draft.speedup
     assert jspec.plan(BIG, SMALL, device="h100", quantize="int8").verdict == planning.SPECULATE
@@ -185,7 +185,7 @@ def test_a_draft_is_quantised_where_that_is_worth_it():
     assert at_peak.int8.speedup < 1.05 and at_peak.verdict == planning.PLAIN
 
 
-def test_a_number_that_is_asked_for():
+def test_requested_number_of_draft_tokens_is_used():
     best = jspec.plan(BIG, SMALL, device="h100")
     found = jspec.plan(BIG, SMALL, device="h100", num_draft_tokens=9)
     assert (found.draft.num_draft_tokens, found.int8.num_draft_tokens, found.draft.best) == (9, 9, best.draft.best)
@@ -196,7 +196,7 @@ def holding(size):
     return dataclasses.replace(devices.DEVICES["t4"], memory=size)
 
 
-def test_what_fits_is_a_matter_of_bytes():
+def test_plan_fits_up_to_exact_memory_size():
     found = jspec.plan(BIG, SMALL, device="t4", quantize="int8")
     for parts, fits in ((found.draft.footprint.total, True), (found.draft.footprint.total - 1, False)):
         again = jspec.plan(BIG, SMALL, device=holding(parts), quantize="int8")
@@ -208,12 +208,12 @@ def test_what_fits_is_a_matter_of_bytes():
         assert not found.plain_fits and found.verdict == planning.NO_ROOM
 
 
-def test_no_room_for_a_draft_that_does_not_pay_is_no_obstacle():
+def test_unprofitable_draft_that_does_not_fit_is_no_obstacle():
     found = jspec.plan(BIG, SMALL, device=holding(8e9), acceptance=0.1)
     assert found.plain_fits and not found.draft.fits and found.verdict == planning.PLAIN
 
 
-def test_the_largest_that_fits():
+def test_largest_fitting_batch_and_length_are_suggested():
     make = functools.partial(jspec.plan, BIG, SMALL, device="t4", num_draft_tokens=2)
     found = make(batch=64, length=2048, prompt=512)
     assert found.verdict == planning.NO_ROOM and 1 < found.largest_batch < 64 and 1 < found.largest_length < 512
@@ -228,7 +228,7 @@ def test_the_largest_that_fits():
 # Valid and invalid arguments.
 
 
-def test_sources_are_read_by_their_configurations(tmp_path, monkeypatch):
+def test_plan_reads_only_configs(tmp_path, monkeypatch):
     target, draft, _ = jspec.demo_pair()
     monkeypatch.setattr("jspec.models.load.stream", lambda *_: pytest.fail("weights were read"))
     folders = []
@@ -273,7 +273,7 @@ GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
         ("draft", "no-such", "no-such is neither a directory nor a file"),
     ],
 )
-def test_bad_input(name, value, message):
+def test_bad_input_is_rejected(name, value, message):
     with pytest.raises(ValueError, match=message):
         jspec.plan(**GOOD | {name: value})
 
@@ -285,7 +285,7 @@ def test_bad_input(name, value, message):
         ("draft", jspec.NGramDrafter(), "not an object of type NGramDrafter; pass a configuration"),
     ],
 )
-def test_types(name, value, message):
+def test_wrong_types_are_rejected(name, value, message):
     with pytest.raises(TypeError, match=message):
         jspec.plan(**GOOD | {name: value})
 
@@ -294,7 +294,7 @@ def test_vocabularies_may_differ_by_padding():
     assert jspec.plan(BIG, dataclasses.replace(SMALL, vocab_size=128256 + 64), device="h100").draft.best
 
 
-def test_int8_that_loses_too_is_not_advised():
+def test_int8_draft_that_does_not_pay_is_not_advised():
     found = jspec.plan(BIG, SMALL, device="h100", acceptance=0.1, num_draft_tokens=16)
     assert found.int8.speedup > 1.05 * found.draft.speedup and found.int8.speedup < 1
     assert found.verdict == "do not speculate"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 CHOICES = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0]], bool)
 
 
-def test_scores_are_those_of_plain_passes(report):
+def test_scores_equal_plain_passes(report):
     """Scores match plain passes block by block, with penalties and filters.
 
     The text before a block runs through all layers, the block itself through the chosen ones.
@@ -64,7 +64,7 @@ def test_scores_are_those_of_plain_passes(report):
 
 
 @pytest.mark.slow
-def test_scores_are_those_of_drafting(report):
+def test_scores_match_acceptance_of_drafting(report):
     """Scores match the acceptance rate of one-token drafts on other texts."""
     target, rows, new = toys.tiny_llama(10, 4), 64, 64
     batch = np.ones((rows, 1), int), np.ones(rows, int), jax.random.split(jax.random.key(0), rows)
@@ -82,7 +82,7 @@ def test_scores_are_those_of_drafting(report):
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2, 3, 5), (1, 4), (5,)], ids=str)
-def test_the_search_climbs_to_what_is_best(layers):
+def test_search_finds_best_layers(layers):
     """Find the best choice if worth falls with every differing layer, in a few evaluations of six choices each."""
     best, asked = np.isin(np.arange(6), layers), []
 
@@ -95,19 +95,19 @@ def test_the_search_climbs_to_what_is_best(layers):
 
 
 @pytest.mark.parametrize("num_layers", [2, 5])
-def test_something_is_left_out_and_something_stays(num_layers):
+def test_search_skips_and_keeps_at_least_one_layer(num_layers):
     for sign in (1, -1):  # more layers are better, fewer layers are better
         found = exit_tuning.search(lambda chosen, sign=sign: sign * chosen.sum(1).astype(float), num_layers)
         assert found.sum() == (num_layers - 1 if sign == 1 else 1)
 
 
-def test_a_pass_costs_what_it_reads():
+def test_pass_costs_count_bytes_read():
     costs = exit_tuning.pass_costs(target := toys.tiny_llama(0, 4), CHOICES)
     layer, head = sum(leaf.nbytes for leaf in jax.tree.leaves(target.layers[0])), 8 * 16 * 4
     np.testing.assert_allclose(costs, (CHOICES.sum(1) * layer + head) / (4 * layer + head))
 
 
-def test_layers_that_do_nothing_are_left_out():
+def test_useless_layers_are_skipped():
     """Two of four layers add nothing to the residual stream, so without them the draft is the target."""
     target = toys.tiny_llama(10, 4)
     for i in (1, 3):
@@ -120,7 +120,7 @@ def test_layers_that_do_nothing_are_left_out():
     assert jspec.best_exit(target, *batch, max_new_tokens=20, max_draft_tokens=4, sampling=greedy).num_layers <= 3
 
 
-def test_mistakes_are_named(toy, prompts):
+def test_mistakes_are_reported(toy, prompts):
     target = toys.tiny_llama(0, 2)
     for error, message, call in (
         (

@@ -73,7 +73,7 @@ def chains(max_draft_tokens=4):
     return tuning.Tuning(*tuning.best_length(1.0, seconds, tokens), 1.0, tuple(seconds), tuple(tokens))
 
 
-def test_the_fastest_tree_is_found(machine):
+def test_fastest_tree_is_found(machine):
     """The tree is the fastest of all that could be proposed, and its speed is the one measured on the machine."""
     before = chains()
     found = tree_tuning.with_trees(machine().run, before, 128, 16, 8)
@@ -83,7 +83,7 @@ def test_the_fastest_tree_is_found(machine):
     assert dataclasses.replace(found, tree=None, tree_speedup=0.0) == before
 
 
-def test_what_is_played(machine):
+def test_tuning_measures_fans_then_proposals(machine):
     one = machine()
     tree_tuning.with_trees(one.run, chains(), 128, 16, 8)
     fans, proposed = [1, *(Tree.branching((n,)) for n in (2, 4, 8))], list(dict.fromkeys(one.played))[4:]
@@ -92,7 +92,7 @@ def test_what_is_played(machine):
 
 
 @pytest.mark.parametrize(("third", "best"), [(1.1, 3), (1.5, 4), (1.5, 0)])
-def test_a_length_between_two_that_were_played_must_prove_itself(machine, monkeypatch, third, best):
+def test_interpolated_best_length_is_verified(machine, monkeypatch, third, best):
     """Three draft tokens seem best, and playing them confirms it or not; drafting need not pay at all."""
     costs = {0: 1.8 if best else 0.5, 1: 1.0, 2: 1.05, 3: third, 4: 1.15}
     monkeypatch.setitem(globals(), "cost", costs.__getitem__)
@@ -103,24 +103,24 @@ def test_a_length_between_two_that_were_played_must_prove_itself(machine, monkey
     assert found.speedup == pytest.approx(theory.expected_tokens(0.5, best) * costs[0] / costs[best], rel=0.01)
 
 
-def test_where_trees_are_slower_the_chain_stays(machine):
+def test_chain_is_kept_if_trees_are_slower(machine):
     """The chain stays if tree rounds take three times as long as the cost model can know."""
     assert tree_tuning.with_trees(machine(dear=3.0).run, chains(), 128, 16, 8) == chains()
 
 
-def test_costs_are_those_of_the_machine():
+def test_fitted_costs_match_machine():
     found = tree_tuning._fit(chains(), [1, 2, 4], [cost(Tree.branching((count,))) for count in (1, 2, 4)])
     for tree in (Tree.chain(3), Tree.branching((3, 2, 1)), Tree((0, 0, 1, 1, 3))):
         assert found.of_round(tree) == pytest.approx(cost(tree))
 
 
-def test_ranks_share_what_a_fan_adds():
+def test_acceptance_by_rank_splits_gain_of_fan():
     np.testing.assert_allclose(tree_tuning._by_rank([1, 2, 4], np.array([0.5, 0.75, 0.85])), [0.5, 0.25, 0.05, 0.05])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled", "traversal"])
 @pytest.mark.slow
-def test_trees_are_decoded(rule, monkeypatch):
+def test_tune_measures_trees(rule, monkeypatch):
     """If the draft is the target, a tree is as good as a chain and no better."""
     target, _ = toys.markov_pair(0)
     played = []
@@ -140,13 +140,13 @@ def test_trees_are_decoded(rule, monkeypatch):
     assert {Tree.branching((n,)) for n in (2, 4, 8)} <= trees and len(trees) <= 6
 
 
-def test_what_is_foreseen_is_the_theory_where_depths_are_alike():
+def test_predicted_yield_equals_theory_if_depths_are_alike():
     tokens = [float(theory.expected_tokens(RATES[0], k)) for k in range(1, 4)]
     for tree in (Tree.chain(3), Tree.branching((4, 2, 1)), Tree((0, 0, 1, 1, 3))):
         assert tree_tuning._foreseen(tree, tokens, RATES) == pytest.approx(theory.tree_yield(tree, RATES))
 
 
-def test_what_was_counted_counts_as_much_as_there_is_of_it():
+def test_counted_yield_is_weighted_by_sample_size():
     few, many = ([made([[(1, "b"), (0, "c"), (1, "b")] * count], 1)] for count in (1, 1000))
     middle = (1.5 + 5 / 3) / 2
     assert middle < tuning.weighed(1.5, few) < middle + 0.01 < 1.65 < tuning.weighed(1.5, many) < 5 / 3
@@ -155,7 +155,7 @@ def test_what_was_counted_counts_as_much_as_there_is_of_it():
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])
-def test_children_are_drawn_as_the_rule_needs(rule, replacement, monkeypatch):
+def test_children_are_drawn_as_the_rule_requires(rule, replacement, monkeypatch):
     drawn, (target, other) = [], toys.markov_pair(0)
     monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: drawn.append(arguments[1].replacement))
     monkeypatch.setattr(auto, "measure", lambda *_: None)
@@ -174,7 +174,7 @@ def test_children_are_drawn_as_the_rule_needs(rule, replacement, monkeypatch):
     ],
     ids=["cannot branch", "rule of chains", "not wanted"],
 )
-def test_where_only_chains_are_tried(draft, options, monkeypatch):
+def test_only_chains_are_measured_if_trees_are_impossible(draft, options, monkeypatch):
     target, other = toys.markov_pair(0)
     monkeypatch.setattr(auto, "with_trees", lambda *_: pytest.fail("trees are tried"))
     batch = np.zeros((1, 3), int), np.array([3]), jax.random.split(jax.random.key(0), 1)
@@ -185,7 +185,7 @@ def test_where_only_chains_are_tried(draft, options, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [-1, 2.0, True, "8"])
-def test_bad_input(value):
+def test_invalid_max_nodes_is_rejected(value):
     target, draft = toys.markov_pair(0)
     batch = np.zeros((1, 3), int), np.array([3]), jax.random.split(jax.random.key(0), 1)
     with pytest.raises(ValueError, match=r"at least 0 \(0 measures chains only\); got"):

@@ -42,17 +42,17 @@ def patient(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_choose(case):
+def test_best_length_maximises_speed(case):
     plain, seconds, tokens, k, speedup = CHOICES[case]
     assert tuning.best_length(plain, seconds, tokens) == (k, speedup)
 
 
-def test_powers_of_two_and_the_largest_are_measured():
+def test_powers_of_two_and_maximum_are_measured():
     lengths = {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [1, 2, 4], 6: [1, 2, 4, 6], 8: [1, 2, 4, 8], 9: [1, 2, 4, 8, 9]}
     assert {k: list(doubling(k)) for k in lengths} == lengths
 
 
-def test_acceptance_leaves_out_what_the_limit_cut_off():
+def test_acceptance_rates_ignore_drafts_cut_by_limit():
     first = made([[(3, "b"), (0, "c"), (2, "-")], [(1, "c"), (1, "c"), (2, "c")]], k=3)
     second = made([[(1, "-")], [(3, "-")]], k=3)
     # Depth 1: all 8 rounds are verified. Depth 2: one of 7 was cut off. Depth 3: one of 4 was cut off.
@@ -60,7 +60,7 @@ def test_acceptance_leaves_out_what_the_limit_cut_off():
     np.testing.assert_array_equal(tuning.acceptance_rates([made([[(0, "c")]], k=3)]), [0, 0, 0])
 
 
-def test_where_there_was_no_guess_none_was_accepted():
+def test_missing_draft_tokens_count_as_rejected():
     """Missing draft tokens, all or the rest of a draft, count as rejected; tokens per round are those decoded."""
     out = made([[(2, "b"), (0, "n"), (0, "n"), (1, "b"), (3, "b"), (1, "c")]], k=3)
     rates = tuning.acceptance_rates([out])
@@ -98,7 +98,7 @@ def test_known_costs_are_recovered_exactly(monkeypatch, slow_trials):
     assert in_turns == [0, 1, 2, 4, 6] + [k for k in (0, 1, 2, 4, 6) for _ in range(2)] * tuning.TRIALS
 
 
-def test_patience_ends_after_a_whole_trial(monkeypatch):
+def test_measurement_stops_after_a_whole_trial(monkeypatch):
     machine = Machine(1.0, {0: 1.0, 1: 2.0})
     monkeypatch.setattr(tuning, "perf_counter", machine.clock)
     monkeypatch.setattr(tuning, "_PATIENCE", 1.0)
@@ -106,7 +106,7 @@ def test_patience_ends_after_a_whole_trial(monkeypatch):
     assert found.round_seconds == (2.0,) and {trial for *_, trial in machine.calls} == {0}
 
 
-def test_it_says_how_far_it_is(monkeypatch, caplog):
+def test_tuning_reports_progress(monkeypatch, caplog):
     machine = Machine(0.0, {0: 1.0, 1: 2.0})
     monkeypatch.setattr(tuning, "perf_counter", machine.clock)
     caplog.set_level("INFO", "jspec")
@@ -120,21 +120,21 @@ def test_it_says_how_far_it_is(monkeypatch, caplog):
     assert tuning._progress(2, 2, 36.0) == "Measuring: 3 of 10, at most 40 s left"
 
 
-def test_where_noise_swallows_the_difference_the_whole_run_counts(monkeypatch):
+def test_whole_run_is_used_if_difference_is_noise(monkeypatch):
     machine = Machine(4.0, {0: 0.0, 1: 0.0})
     monkeypatch.setattr(tuning, "perf_counter", machine.clock)
     found = tuning.measure(machine.run, max_new_tokens=16, max_draft_tokens=1)
     assert found.plain_seconds == 4 / 16 and found.round_seconds == (4 / 8,)
 
 
-def test_all_is_accepted_of_a_draft_that_is_the_target():
+def test_draft_equal_to_target_is_always_accepted():
     target, _ = toys.markov_pair(0)
     batch = np.zeros((2, 3), int), np.array([3, 1]), jax.random.split(jax.random.key(0), 2)
     found = jspec.tune(target, jspec.ModelDrafter(target), *batch, max_new_tokens=24, max_draft_tokens=3, max_nodes=0)
     assert found.expected_tokens == tuple(theory.expected_tokens(1.0, k) for k in (1, 2, 3)) == (2, 3, 4)
 
 
-def test_tokens_a_round_are_those_of_the_theory(report):
+def test_tokens_per_round_match_theory(report):
     """With constant distributions, equation 1 of Leviathan et al. is exact for every K."""
     logits = 1.2 * np.random.default_rng(0).normal(size=(2, 8))
     target, draft = (toys.MarkovModel(jnp.tile(jnp.asarray(row, jnp.float32), (8, 1))) for row in logits)
@@ -152,7 +152,7 @@ def test_tokens_a_round_are_those_of_the_theory(report):
     assert worst < 4
 
 
-def test_tokens_a_round_are_those_of_long_texts(report):
+def test_tokens_per_round_match_long_run(report):
     """Tokens per round match a long run if distributions depend on the last token, so that positions differ."""
     target, draft = toys.markov_pair(0)
     batch = np.zeros((64, 1), int), np.ones(64, int), jax.random.split(jax.random.key(1), 64)
@@ -166,7 +166,7 @@ def test_tokens_a_round_are_those_of_long_texts(report):
     assert abs(deviation) < 4
 
 
-def test_no_trial_uses_a_key_of_the_request(monkeypatch, toy, prompts):
+def test_trials_use_no_key_of_the_request(monkeypatch, toy, prompts):
     """Settings learned from a request's own keys would steer its output."""
     runs, (tokens, lengths, keys) = [], prompts([4, 2])
     monkeypatch.setattr(auto, "measure", lambda run, *_: runs.append(run))
@@ -207,7 +207,7 @@ def _same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
-def test_auto_is_the_number_found(toy, prompts, answers):
+def test_auto_uses_tuned_draft_length(toy, prompts, answers):
     models, batch, calls = (toy(0), toy(0, 0.3)), prompts([4, 2, 5]), answers(3)
     options = {"max_new_tokens": 12, "sampling": jspec.SamplingParams(max_tokens=np.array([0, 9, 3]))}
     for _ in range(2):
@@ -216,7 +216,7 @@ def test_auto_is_the_number_found(toy, prompts, answers):
     assert calls == [(64, 8)]  # measured once, with outputs that are long enough
 
 
-def test_auto_passes_a_transfer_guard_with_parameters_on_the_device(toy, prompts, answers, only_lengths):
+def test_auto_works_under_transfer_guard(toy, prompts, answers, only_lengths):
     answers(2)
     (tokens, lengths, keys), models = prompts([4, 2]), (toy(0), toy(1))
     tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
@@ -228,7 +228,7 @@ def test_auto_passes_a_transfer_guard_with_parameters_on_the_device(toy, prompts
     assert k == 2
 
 
-def test_auto_may_be_not_to_speculate(toy, prompts, answers):
+def test_auto_may_choose_plain_decoding(toy, prompts, answers):
     answers(0)
     models, batch, options = (toy(0), toy(1)), prompts([4, 2]), {"max_new_tokens": 12, "eos_ids": (3,)}
     auto = jspec.speculative_generate(*models, *batch, num_draft_tokens="auto", **options)
@@ -236,7 +236,7 @@ def test_auto_may_be_not_to_speculate(toy, prompts, answers):
     assert auto.stats.accepted_at.shape == (2, 0)
 
 
-def test_what_is_measured_anew(toy, prompts, answers, only_lengths):
+def test_tuned_length_is_remembered_per_setting(toy, prompts, answers, only_lengths):
     target, draft, calls = toy(0), toy(1), answers(1)
 
     def news(draft=draft, lengths=(4, 2), seed=0, max_new_tokens=8, **sampling):
@@ -264,7 +264,7 @@ def test_what_is_measured_anew(toy, prompts, answers, only_lengths):
     assert news(temperature=jnp.array([0.1, 0.0])) == news() == 0
 
 
-def test_new_weights_of_the_same_shapes_are_not_measured_and_none_are_kept_alive():
+def test_remembered_length_is_shared_by_shape_and_keeps_no_weights():
     first, second, calls = [np.zeros(3), 0.5], [np.ones(3), 0.5], []
 
     def measured(weights, key="here"):
@@ -279,7 +279,7 @@ def test_new_weights_of_the_same_shapes_are_not_measured_and_none_are_kept_alive
     assert measured([np.ones(3), 0.25]) == 4 and measured(second, "there") == 5
 
 
-def test_threads_wait_for_the_one_that_measures():
+def test_threads_wait_for_running_measurement():
     calls, all_there = [], threading.Barrier(3)
 
     def measured(_):
@@ -290,7 +290,7 @@ def test_threads_wait_for_the_one_that_measures():
         assert [*pool.map(measured, range(3))] == [1, 1, 1]
 
 
-def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, only_lengths):
+def test_auto_uses_plain_decoding_without_room_to_measure(toy, prompts, answers, only_lengths):
     calls, options = answers(1), {"max_new_tokens": 6, "num_draft_tokens": "auto"}
     assert jspec.speculative_generate(toy(0), toy(1), *prompts([250, 9]), **options) == 0 and not calls
     assert jspec.speculative_generate(toy(0), toy(1), *prompts([240]), **options) == 1 and calls == [(16, 3)]
@@ -306,20 +306,20 @@ def test_too_little_room_to_measure_is_plain_decoding(toy, prompts, answers, onl
         (lambda heads: jspec.HorizontalDrafter(heads, jspec.NGramDrafter(), at=4), 3),
     ],
 )
-def test_heads_are_asked_for_no_more_tokens_than_they_guess(toy, prompts, answers, only_lengths, around, most):
+def test_auto_measures_at_most_the_maximum_chain_length(toy, prompts, answers, only_lengths, around, most):
     heads, calls = jspec.MedusaDrafter.untrained(toy(0), 3, rngs=nnx.Rngs(0)), answers(1)
     jspec.speculative_generate(toy(0), around(heads), *prompts([4]), max_new_tokens=64, num_draft_tokens="auto")
     assert calls == [(64, most)]
 
 
-def test_so_does_tune(toy, prompts, monkeypatch):
+def test_tune_measures_at_most_the_maximum_chain_length(toy, prompts, monkeypatch):
     heads, asked = jspec.MedusaDrafter.untrained(toy(0), 1, rngs=nnx.Rngs(0)), []
     monkeypatch.setattr(auto, "measure", lambda run, new, most: asked.append(most))
     jspec.tune(toy(0), heads, *prompts([4]), max_nodes=0)
     assert asked == [1]
 
 
-def test_nothing_is_measured_inside_a_transformation(toy, prompts, answers):
+def test_measurement_inside_transformation_is_rejected(toy, prompts, answers):
     models, batch, calls = (toy(0), toy(1)), prompts([4, 2]), answers(1)
 
     def auto(*batch):
@@ -335,7 +335,7 @@ def test_nothing_is_measured_inside_a_transformation(toy, prompts, answers):
     assert not calls
 
 
-def test_nor_by_several_processes(toy, prompts, monkeypatch):
+def test_measurement_in_several_processes_is_rejected(toy, prompts, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="or in several processes at once"):
         jspec.tune(toy(0), toy(1), *prompts([4, 2]))
