@@ -45,7 +45,7 @@ def stand_ins(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in ELSEWHERE])
-def test_the_blocks_of_a_page_run(page, stand_ins, quick_compile, monkeypatch):
+def test_blocks_of_a_page_run(page, stand_ins, quick_compile, monkeypatch):
     """The blocks of a page run in order as one program, on most pages with few layers of the bundled pair."""
     if page not in WHOLE:
         monkeypatch.setattr(jspec, "demo_pair", shallow.pair)
@@ -89,14 +89,14 @@ def anchors(page):
     return {*given, *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)}
 
 
-def test_the_tests_of_the_guarantees_exist():
+def test_tests_named_in_guarantees_exist():
     named = re.findall(r"`(tests/\S+)`", PAGES["docs/guarantees.md"])
     assert len(named) > 10
     assert not [name for name in named if not list(ROOT.glob(name))]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     """Links to files in the repository resolve, whether they use a path or a URL."""
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for link in [*re.findall(r"\]\((\S+?)\)", text), *re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)]:
@@ -117,7 +117,7 @@ def test_every_public_name_is_in_the_reference():
     assert public <= set(described)
 
 
-def test_sizes():
+def test_readme_length_and_line_width_are_limited():
     assert len(PAGES["README.md"].splitlines()) <= 120
     long = [
         (page, line)
@@ -128,11 +128,11 @@ def test_sizes():
     assert not long
 
 
-def test_the_citation_names_this_version():
+def test_citation_names_current_version():
     assert f"version = {{{jspec.__version__}}}" in PAGES["README.md"]
 
 
-def test_the_picture_is_that_of_a_run(quick_compile):
+def test_terminal_picture_is_up_to_date(quick_compile):
     """The committed picture has the texts of a fresh run in the same order; the frame that rich draws may differ."""
     spec = importlib.util.spec_from_file_location("picture", ROOT / "docs" / "picture.py")
     assert spec is not None and spec.loader is not None
@@ -145,7 +145,7 @@ def test_the_picture_is_that_of_a_run(quick_compile):
     assert fresh == committed
 
 
-def test_the_tables_of_modules_have_every_module_once():
+def test_module_tables_list_every_module_once():
     page = PAGES["docs/how-it-works.md"].partition("\n## Modules\n")[2].partition("\n## ")[0]
     tables = re.findall(r"^\| `(jspec/\w+/)` \| contents \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
     assert len(tables) >= 5
@@ -155,7 +155,7 @@ def test_the_tables_of_modules_have_every_module_once():
         assert sorted(named) == sorted(name for name in modules if not name.endswith("__init__.py"))
 
 
-def test_paths_of_modules_on_pages_exist():
+def test_module_paths_on_pages_exist():
     for page, text in PAGES.items():
         for path in re.findall(r"`((?:jspec|convert|bench|tests|pair)/[\w/]+\.py)`", text):
             assert (ROOT / path).is_file(), f"{page} names {path}"

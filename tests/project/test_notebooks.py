@@ -48,7 +48,7 @@ def notebook(*outputs, tags=()):
         ([printed("a\n"), drawn(text_plain="b")], [drawn(text_plain="b"), printed("a\n")]),
     ],
 )
-def test_another_output_is_stale(old, new):
+def test_changed_output_is_stale(old, new):
     found = check.differences(notebook(*old), notebook(*new))
     assert list(found) == [1] and "committed" in found[1]
 
@@ -61,11 +61,11 @@ def test_another_output_is_stale(old, new):
         ([drawn(image_png="AAAA")], [drawn(image_png="BBBB")]),
     ],
 )
-def test_what_is_chance_is_not_stale(old, new):
+def test_random_differences_are_not_stale(old, new):
     assert not check.differences(notebook(*old), notebook(*new))
 
 
-def test_where_numbers_vary_words_and_shape_do_not():
+def test_varying_cells_still_compare_words_and_shape():
     table = "┏━━━━┓\n┃ K  ┃\n│ {} │\n"
     old = notebook(printed(table.format("9.5 ms ")), tags=["varies"])
     for text, stale in (
@@ -78,7 +78,7 @@ def test_where_numbers_vary_words_and_shape_do_not():
         assert check.differences(notebook(printed("9.5")), notebook(printed("9.6")))
 
 
-def test_joining_pieces_leaves_the_notebook_alone():
+def test_tidying_outputs_does_not_modify_notebook():
     outputs = [printed("a\n"), printed("b\n")]
     assert check.tidy(outputs) == [printed("a\nb\n")] and outputs == [printed("a\n"), printed("b\n")]
 
@@ -109,13 +109,13 @@ def updated(monkeypatch, tmp_path):
     return update
 
 
-def test_outputs_are_of_one_run(updated):
+def test_outputs_come_from_one_run(updated):
     """Varying figures count as unchanged, unless another cell changed; then all outputs come from the new run."""
     assert updated(["K = 4", "a"], ["K = 1", "b"]) == ["K = 1", "b"]
     assert updated(["K = 4", "a"], ["K = 1", "a"]) == ["K = 4", "a"]
 
 
-def test_the_profile_races_the_length_it_found():
+def test_profile_notebook_races_best_length():
     outputs = json.dumps([cell.get("outputs") for cell in NOTEBOOKS["profile"]["cells"]])
     ((best, speedup),) = re.findall(r"best K, 0 for plain decoding: (\d+) \(predicted speed-up ([\d.]+)\)", outputs)
     ((raced, predicted),) = re.findall(r"K = (\d+): predicted ([\d.]+)", outputs)
@@ -123,7 +123,7 @@ def test_the_profile_races_the_length_it_found():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_few_cells_are_compared_loosely(name):
+def test_few_cells_vary(name):
     """At most half of the cells vary, which show times or versions; text, tokens and counts are in other cells."""
     cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code" and cell["outputs"]]
     loose = [cell for cell in cells if check.VARIES in cell["metadata"].get("tags", [])]
@@ -162,11 +162,11 @@ def install(monkeypatch, request):
     return execute
 
 
-def test_where_jspec_is_nothing_is_installed(install):
+def test_installed_jspec_is_not_reinstalled(install):
     assert install(jspec="found") == []
 
 
-def test_the_repository_can_be_elsewhere(install, monkeypatch, tmp_path):
+def test_repository_location_can_be_overridden(install, monkeypatch, tmp_path):
     url = "git+https://example.org/jspec.git"
     places = {
         url: url,
@@ -180,6 +180,6 @@ def test_the_repository_can_be_elsewhere(install, monkeypatch, tmp_path):
         assert command == "install" and requirement.split(" @ ")[1] == expected
 
 
-def test_a_repository_out_of_reach_stops_with_one_sentence(install):
+def test_unreachable_repository_gives_one_sentence(install):
     with pytest.raises(UsageError, match=r"from https://github.*\(Could not resolve host\); set JSPEC_SOURCE"):
         install(code=1)

@@ -58,7 +58,7 @@ def _room(dotted):
     return dotted.split(".")[1]
 
 
-def test_the_public_names():
+def test_public_names_are_pinned():
     assert jspec.__all__ == [
         "BigramDrafter",
         "BlockwiseDrafter",
@@ -126,7 +126,7 @@ def test_the_public_names():
     assert {"CheckpointError", "LlamaConfig", "load", "read_config"} <= set(convert.__all__)
 
 
-def test_the_signatures_that_callers_rely_on():
+def test_public_signatures_are_pinned():
     def parameters(function):
         return [(p.name, p.kind is p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
 
@@ -147,7 +147,7 @@ def test_the_signatures_that_callers_rely_on():
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)
-def test_files_import_only_from_those_above(path):
+def test_files_import_only_from_lower_packages(path):
     if _name(path) in ("jspec", "jspec.__main__"):
         return
     own = _room(_name(path))
@@ -176,7 +176,7 @@ def test_no_test_file_imports_another():
     assert not {name for name, modules in imported.items() if any(str(m).startswith("test_") for m in modules)}
 
 
-def test_no_test_is_skipped_for_want_of_a_file_of_ours():
+def test_importorskip_is_not_used_for_own_modules():
     """No test uses `importorskip` for our own modules, because a moved helper would skip the test forever."""
     ours = {path.stem for path in (ROOT.parent / "tests" / "support").glob("*.py")} | {"support", "jspec", "convert"}
     for path in (ROOT.parent / "tests").rglob("*.py"):
@@ -184,11 +184,11 @@ def test_no_test_is_skipped_for_want_of_a_file_of_ours():
         assert not ours & {*names}, path.name
 
 
-def test_few_modules_are_at_the_top():
+def test_top_level_has_few_modules():
     assert len([*ROOT.glob("*.py")]) <= 8
 
 
-def test_few_modules_have_one_name(report):
+def test_few_module_names_are_reused(report):
     """At most five module names are reused, not counting `base` and `__init__`, which are conventional."""
     counts = Counter(path.stem for path in FILES if path.is_relative_to(ROOT))
     shared = sorted(stem for stem, count in counts.items() if count > 1 and stem not in ("__init__", "base"))
@@ -196,14 +196,14 @@ def test_few_modules_have_one_name(report):
     assert len(shared) <= 5
 
 
-def test_no_module_imports_itself_over_others():
+def test_imports_form_no_cycle():
     """Imports form no cycle, even counting function-level imports."""
     modules = {_name(path): path for path in FILES}
     needs = {name: _modules(path, modules.keys()) for name, path in modules.items()}
     assert [*graphlib.TopologicalSorter(needs).static_order()]  # raises CycleError
 
 
-def test_a_path_that_is_gone_names_the_new_one():
+def test_moved_module_paths_name_new_path():
     for old, new in moved.MOVED.items():
         assert importlib.util.find_spec(new), new
         if old in (
@@ -223,14 +223,14 @@ def test_a_path_that_is_gone_names_the_new_one():
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
-def test_convert_is_the_ground_floor_and_torch_is_nowhere(path):
+def test_convert_does_not_import_jspec_or_torch(path):
     imported = {dotted.split(".")[0] for dotted in _imports(path)}
     assert "torch" not in imported
     if _name(path).startswith("convert"):
         assert "jspec" not in imported
 
 
-def test_sizes(report):
+def test_files_and_functions_are_small(report):
     files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     functions = {
         f"{path.name}:{node.name}": node.end_lineno - node.lineno + 1

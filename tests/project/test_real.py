@@ -44,7 +44,7 @@ def tokenizer(file):
     return text.load_tokenizer(file)
 
 
-def test_weights_are_those_of_transformers(file, theirs):
+def test_weights_match_transformers(file, theirs):
     raw = raw_config(tie_word_embeddings=True, num_hidden_layers=30)
     expected = expected_params({name: tensor.numpy() for name, tensor in theirs.state_dict().items()}, raw)
     loaded = convert.load(file)
@@ -63,7 +63,7 @@ def random_texts(count):
         yield one + letters + "".join(rng.choice(specials, rng.integers(0, 6)))
 
 
-def test_ids_texts_and_chats_are_those_of_transformers(file, tokenizer, tmp_path, report):
+def test_ids_texts_and_chats_match_transformers(file, tokenizer, tmp_path, report):
     pytest.importorskip("torch")
     from transformers import AutoTokenizer
 
@@ -99,7 +99,7 @@ def greedy(model, prompt):
     return out.sequences[0, len(prompt) :].tolist(), best[:, 0] - best[:, 1]
 
 
-def test_greedy_texts_are_those_of_transformers(file, theirs, tokenizer, report):
+def test_greedy_texts_match_transformers(file, theirs, tokenizer, report):
     import jax
 
     model = jspec.load(file, "float32")
@@ -126,7 +126,7 @@ def test_greedy_texts_are_those_of_transformers(file, theirs, tokenizer, report)
     report(tokens=compared, of=int(plain.lengths.sum()), accepted=accepted)
 
 
-def test_the_command_answers(file, run, tokenizer, quick_compile):
+def test_generate_command_answers_question(file, run, tokenizer, quick_compile):
     question, options = "What is the capital of France?", {"max_new_tokens": 32}
     code, out, error = run("generate", "--target", file, "--chat", question, "--plain", "-n", 32, "--temperature", 0)
     assert code == 0 and "Paris" in out and "tokens (eos) in" in error
@@ -135,7 +135,7 @@ def test_the_command_answers(file, run, tokenizer, quick_compile):
     assert out == f"{done.text}\n" and done.finish_reason == "eos"
 
 
-def test_the_head_that_travels_along_knows_its_target(file, run, report):
+def test_bundled_head_saves_rounds(file, run, report):
     """The bundled head saves rounds on questions that it was not trained on; its output equals plain decoding's."""
     asked = "generate", "--target", file, "--chat", *CHATS, "--json", "-n", NEW, "--seed", 1
 
