@@ -68,7 +68,7 @@ def without_cache(usage):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("api", ["complete", "chat"])
-def test_streamed_is_what_comes_at_once(api, kind, request):
+def test_streamed_answer_equals_whole_answer(api, kind, request):
     ask = request.getfixturevalue(api)
     whole, usage = as_joined(ask(**KINDS[kind]))
     stream, streamed_usage = joined(ask(**KINDS[kind], stream=True, stream_options={"include_usage": True}))
@@ -83,7 +83,7 @@ def test_streamed_is_what_comes_at_once(api, kind, request):
         assert len(whole[0]["ids"]) == usage["completion_tokens"]
 
 
-def test_a_seed_s_text_is_that_of_generate_alone(running, complete):
+def test_seeded_texts_equal_generate(running, complete):
     """Every choice of every prompt equals `jspec.generate`'s output, also when it is sent again while others run."""
     prompts = [PROMPT, "the", running.tokenizer("x then")["input_ids"]]
     expected = []
@@ -102,12 +102,12 @@ def test_a_seed_s_text_is_that_of_generate_alone(running, complete):
     assert [choice.text for choice in complete(prompt=ids, seed=9, n=2).choices] == expected
 
 
-def test_one_list_of_ids_is_one_prompt(running, complete):
+def test_single_list_of_ids_is_one_prompt(running, complete):
     ids = running.tokenizer(PROMPT)["input_ids"]
     assert complete(prompt=ids).choices[0].text == complete().choices[0].text == alone(running, PROMPT, 5, 0)[1]
 
 
-def test_a_chat_is_its_template_s_text(chat, complete):
+def test_chat_answer_equals_completion_of_rendered_template(chat, complete):
     answer = chat()
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     assert answer.choices[0].message.role == "assistant"
@@ -119,23 +119,23 @@ def test_a_chat_is_its_template_s_text(chat, complete):
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
 
 
-def test_without_a_seed_texts_differ(complete):
+def test_texts_without_seed_differ(complete):
     assert len({complete(seed=None).choices[0].text for _ in range(4)}) > 1
 
 
-def test_an_answer_without_a_limit_fills_the_room(chat):
+def test_answer_without_limit_fills_context(chat):
     answer = chat(max_completion_tokens=None, extra_body={"ignore_eos": True}, logit_bias={"0": -100})
     assert answer.usage.total_tokens == servers.OPTIONS["max_length"] and answer.choices[0].finish_reason == "length"
 
 
-def test_echo(complete):
+def test_echo_prepends_prompt(complete):
     plain, echo = complete(n=2), complete(n=2, echo=True)
     assert [choice.text for choice in echo.choices] == [PROMPT + choice.text for choice in plain.choices]
     (stream, _) = joined(complete(n=2, echo=True, stream=True, stream_options={"include_usage": True}))
     assert [stream[i]["text"] for i in range(2)] == [choice.text for choice in echo.choices]
 
 
-def test_a_prompt_that_ends_inside_a_character(running, complete):
+def test_character_split_by_prompt_end_is_completed(running, complete):
     """The token that completes the character yields its text, and an echo contains the whole character."""
     ids = running.tokenizer("a🙂")["input_ids"]
     options = {"prompt": [ids[:-1]], "max_tokens": 1, "temperature": 0, "logit_bias": {str(ids[-1]): 100}}
@@ -148,7 +148,7 @@ def test_a_prompt_that_ends_inside_a_character(running, complete):
     assert only.text == "a\ufffd"
 
 
-def test_stop_strings(running, complete):
+def test_stop_strings_end_answers(running, complete):
     biased = {
         "logit_bias": {str(i): 25 for i in running.tokenizer("abc")["input_ids"]},
         "temperature": 2,
@@ -167,13 +167,13 @@ def test_stop_strings(running, complete):
         assert kept.text == text[: place + len(string)]
 
 
-def test_no_end_before_the_least_tokens(running, complete):
+def test_min_tokens_prevents_early_eos(running, complete):
     biased = {"logit_bias": {"0": 100}, "temperature": 0}
     assert complete(**biased).usage.completion_tokens == 1
     assert complete(**biased, extra_body={"min_tokens": 5}).usage.completion_tokens == 6
 
 
-def test_tokens_that_end_a_text(running, complete):
+def test_stop_token_ids_and_eos_end_answers(running, complete):
     (letter,) = running.tokenizer("a")["input_ids"]
     biased = {"logit_bias": {str(letter): 100}, "temperature": 0}
     assert complete(**biased).choices[0].text == "a" * 12
@@ -191,7 +191,7 @@ def test_tokens_that_end_a_text(running, complete):
     assert (special.usage.completion_tokens, special.choices[0].stop_reason) == (1, text_pair.END)
 
 
-def test_what_slots_hold_is_not_read_again(complete):
+def test_cached_prefix_is_reused_within_salt(complete):
     prompt = "a prompt that nobody else has"
     salted = {"prompt": prompt, "extra_body": {"cache_salt": "mine"}}
     cold, warm, other = complete(**salted), complete(**salted), complete(prompt=prompt)
@@ -200,7 +200,7 @@ def test_what_slots_hold_is_not_read_again(complete):
     assert cold.choices[0].text == warm.choices[0].text == other.choices[0].text
 
 
-def test_speculation_in_figures(complete):
+def test_usage_reports_speculation_statistics(complete):
     figures = complete(temperature=0, max_tokens=40).usage.jspec
     assert 0 < figures["accepted"] <= figures["judged"] <= figures["drafted"]
     assert figures["acceptance_rate"] == figures["accepted"] / figures["judged"]
@@ -210,7 +210,7 @@ def test_speculation_in_figures(complete):
     assert sum(histogram) <= figures["rounds"] <= 40
 
 
-def test_rounds_behind_the_end_do_not_count():
+def test_rounds_after_end_are_not_counted():
     result = Result(accepted=[0, 2, 3, 1], judged=[0, 3, 3, 2], drafted=[0, 3, 3, 3])
     found = [DraftUsage.of(result, delivered) for delivered in range(11)]
     assert [one.rounds for one in found] == [0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4]
@@ -219,7 +219,7 @@ def test_rounds_behind_the_end_do_not_count():
     assert found[1].as_json(3)["acceptance_rate"] is None and found[1].drafts == 0
 
 
-def test_metrics_add_up(running, complete, chat):
+def test_metrics_equal_sums_over_answers(running, complete, chat):
     """Metrics equal the sums over the answers exactly, for requests of many kinds."""
     before, answers = metrics(running), []
     for kind, api in itertools.product(KINDS.values(), (complete, chat)):
@@ -251,7 +251,7 @@ def test_metrics_add_up(running, complete, chat):
     assert metrics(running)["jspec_num_requests_running",] == metrics(running)["jspec_num_requests_waiting",] == 0
 
 
-def test_the_other_routes(running):
+def test_other_routes_answer(running):
     client = running.usual
     assert [model.id for model in client.models.list()] == [servers.NAME]
     assert client.models.retrieve(servers.NAME).max_model_len == servers.OPTIONS["max_length"]
@@ -264,7 +264,7 @@ def test_the_other_routes(running):
     assert "http://" not in page.text and "https://" not in page.text, "the page fetches something"
 
 
-def test_a_stream_is_framed_as_openai_s(running):
+def test_stream_has_openai_framing(running):
     body = {"model": servers.NAME, "prompt": PROMPT, "max_tokens": 4, "stream": True}
     answer = httpx.post(f"{running.url}/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -274,7 +274,7 @@ def test_a_stream_is_framed_as_openai_s(running):
         assert json.loads(event.removeprefix("data: "))["object"] == "text_completion"
 
 
-def test_a_format_that_cannot_be_kept_to_the_end(running):
+def test_response_format_beyond_parser_limits_is_a_client_error(running):
     """A format that reaches the parser's limits when decoding starts is a client error."""
     alternatives = [{"type": "array", "items": [{"const": i}], "minItems": 2} for i in range(3000)]
     body = {"model": servers.NAME, "prompt": "a", "max_tokens": 9, "seed": 1}
@@ -286,14 +286,14 @@ def test_a_format_that_cannot_be_kept_to_the_end(running):
     assert running.complete().choices[0].finish_reason == "length"
 
 
-def test_origins(complete):
+def test_origins_are_returned_on_request(complete):
     choice = complete(temperature=0, max_tokens=40, extra_body={"return_origins": True}).choices[0]
     assert "".join(choice.jspec["pieces"]) == choice.text
     assert set(choice.jspec["origins"]) <= {"accepted", "corrected", "bonus", "no draft"}
     assert "accepted" in choice.jspec["origins"] and len(choice.jspec["origins"]) == len(choice.jspec["pieces"])
 
 
-def test_response_formats(complete, chat):
+def test_response_formats_are_enforced(complete, chat):
     """Answers are valid in every choice, streamed or not; the format "text" changes no output."""
     properties = {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "th"]}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}

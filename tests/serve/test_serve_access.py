@@ -56,7 +56,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/metrics", "/version", "/", "/none"])
-def test_a_foreign_host_is_refused(path):
+def test_unknown_host_is_rejected(path):
     for host in OWN:
         assert asked([("Host", host)], path=path)[0] == 200, host
     for host in FOREIGN:
@@ -64,7 +64,7 @@ def test_a_foreign_host_is_refused(path):
         assert (status, error["code"]) == (403, "unknown_host"), host
 
 
-def test_what_the_refusal_says():
+def test_rejection_messages_say_what_to_do():
     said = asked([("Host", "evil.example:8000")])[2]["message"]
     assert said == (
         "'evil.example:8000' is not a name of this server; start the server with --allow-host for that name, or "
@@ -78,7 +78,7 @@ def test_what_the_refusal_says():
     )
 
 
-def test_a_request_of_two_hosts_is_foreign_if_one_is():
+def test_request_with_any_unknown_host_is_rejected():
     assert asked([("Host", "localhost"), ("Host", "evil.example")])[0] == 403
     assert asked([("Host", "localhost")], path="http://evil.example/v1/completions")[0] == 403
     assert asked([("Host", "evil.example")], path="http://localhost/v1/completions")[0] == 403
@@ -96,14 +96,14 @@ def test_a_request_of_two_hosts_is_foreign_if_one_is():
         ("here.example", ["here.example:8000", "Here.Example."], ["there.example", "192.168.1.5"]),
     ],
 )
-def test_names_depend_on_the_address(listens, own, foreign):
+def test_accepted_hosts_depend_on_listening_address(listens, own, foreign):
     for host in own:
         assert asked([("Host", host)], Access(listens))[0] == 200, host
     for host in foreign:
         assert asked([("Host", host)], Access(listens))[0] == 403, host
 
 
-def test_further_names_and_keys():
+def test_additional_hosts_and_api_keys_allow_access():
     access = Access(hosts=("Model.example", "münchen.example", "10.0.0.7"))
     for host in ("model.example:8000", "xn--mnchen-3ya.example", "10.0.0.7:80", "localhost"):
         assert asked([("Host", host)], access)[0] == 200, host
@@ -113,7 +113,7 @@ def test_further_names_and_keys():
     assert asked([("Host", "other.example"), ("Origin", "http://evil.example")], has_key=True)[0] == 200
 
 
-def test_probes_may_name_the_host_as_they_like():
+def test_health_probes_may_use_any_host():
     for headers in ([], [("Host", "10.1.2.3:8000")], [("Host", "pod.example")]):
         assert asked(headers, method="GET", path="/health")[0] == 200
     assert asked([("Host", "pod.example")], path="/healthy")[0] == 403
@@ -143,7 +143,7 @@ def test_probes_may_name_the_host_as_they_like():
         ("localhost:8000", "http://localhost:8000 http://evil.example", 403),
     ],
 )
-def test_a_foreign_origin_is_refused(host, origin, status):
+def test_cross_origin_request_is_rejected(host, origin, status):
     for method in ("GET", "POST", "OPTIONS"):
         for more in ([], [("Sec-Fetch-Site", "same-origin")]):
             found, headers, error = asked([("Host", host), ("Origin", origin), *more], method=method)
@@ -151,7 +151,7 @@ def test_a_foreign_origin_is_refused(host, origin, status):
             assert status == 200 or error["code"] == "cross_origin"
 
 
-def test_two_origins_are_foreign():
+def test_request_with_two_origins_is_rejected():
     same = ("Origin", "http://localhost")
     assert asked([("Host", "localhost"), same, ("Origin", "http://evil.example")])[0] == 403
     access = Access(origins=("http://evil.example",))
@@ -161,7 +161,7 @@ def test_two_origins_are_foreign():
 @pytest.mark.parametrize(
     ("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)]
 )
-def test_a_page_of_another_site_without_an_origin(site, status):
+def test_cross_site_request_without_origin_is_rejected(site, status):
     headers = [("Host", "localhost"), ("Sec-Fetch-Site", site)]
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/"), ("GET", "/metrics")):
         assert asked(headers, method=method, path=path)[0] == status
@@ -187,7 +187,7 @@ def test_preflight_requests_are_answered(has_key):
             assert (status == 200) == has_key and "access-control-allow-origin" not in answer
 
 
-def test_any_origin():
+def test_wildcard_origin_allows_any_page():
     access = Access(origins=("*",))
     for origin in ("https://a.org", "null"):
         status, answer, _ = asked([("Host", "localhost"), ("Origin", origin)], access)
@@ -195,14 +195,14 @@ def test_any_origin():
     assert asked([("Host", "evil.example"), ("Origin", "http://evil.example")], access)[0] == 403
 
 
-def test_a_refusal_can_be_read_by_a_page_that_is_allowed():
+def test_allowed_page_can_read_rejection():
     status, answer, _ = asked(
         [("Host", "evil.example"), ("Origin", "https://a.org")], Access(origins=("https://a.org",))
     )
     assert status == 403 and answer["access-control-allow-origin"] == "https://a.org"
 
 
-def test_how_names_and_origins_are_written(run, sources):
+def test_host_and_origin_options_are_validated(run, sources):
     assert origin_of("HTTPS://A.org:443") == "https://a.org" and origin_of("http://[::1]:80") == "http://[::1]"
     assert origin_of("https://münchen.example:8443") == "https://xn--mnchen-3ya.example:8443"
     mistakes = {
@@ -226,7 +226,7 @@ def raw(url, request):
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_nothing_is_computed_for_foreigners(running, monkeypatch):
+def test_rejected_requests_compute_nothing(running, monkeypatch):
     """Foreign requests are rejected on the wire before their body arrives."""
     monkeypatch.setattr(running.server, "_enter", lambda _: pytest.fail("it went on"))
     length = b"Content-Length: 100\r\nConnection: close\r\n\r\n"
@@ -244,7 +244,7 @@ def test_nothing_is_computed_for_foreigners(running, monkeypatch):
     assert answer.startswith(b"HTTP/1.1 400 ") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
-def test_the_page_may_use_its_server(running):
+def test_chat_page_may_use_its_server(running):
     own = {"Origin": running.url, "Sec-Fetch-Site": "same-origin"}
     assert "<script" in httpx.get(running.url).text
     assert httpx.get(f"{running.url}/v1/models", headers=own).status_code == 200
@@ -257,7 +257,7 @@ def guarded(sources):
         yield running
 
 
-def test_answers_errors_and_streams_can_be_read_by_a_page(guarded):
+def test_allowed_page_can_read_answers_errors_and_streams(guarded):
     page = {"Origin": "https://a.org", "Sec-Fetch-Site": "cross-site"}
     url, body = f"{guarded.url}/v1/completions", {"model": servers.NAME, "prompt": "in a", "max_tokens": 2}
     assert httpx.options(url, headers=page | PREFLIGHT).status_code == 200

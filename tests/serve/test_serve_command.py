@@ -41,7 +41,7 @@ def started(*options, command=("-m", "jspec", "serve")):
     return process, lines[1].split()[-1]
 
 
-def test_sigterm_loses_nothing(sources):
+def test_sigterm_loses_no_answer(sources):
     """After SIGTERM, running streams finish, new requests are rejected, and the exit status is 0."""
     process, url = started(
         sources[0], "--draft", sources[1], "--name", "here", "--metrics-prefix", "vllm:", "--api-key", "secret"
@@ -68,7 +68,7 @@ def test_sigterm_loses_nothing(sources):
         process.stderr.close()
 
 
-def test_sigterm_waits_for_streams_that_are_slowly_read(sources):
+def test_sigterm_waits_for_slow_stream_readers(sources):
     """The server waits until clients have read streams that the engine finished long before.
 
     The output exceeds the buffers between server and client, whose content would not be lost anyway.
@@ -102,7 +102,7 @@ def _metrics(url):
         return ""
 
 
-def test_a_second_signal_ends_it_now(sources):
+def test_second_signal_ends_server_at_once(sources):
     """A second signal ends the server without waiting for running answers and without an error message."""
     process, url = started(sources[0], "--draft", sources[1], "--name", "here")
     body = {"model": "here", "prompt": "in a", "n": 64, "max_tokens": 120, "logit_bias": {"0": -100}, "stream": True}
@@ -147,7 +147,7 @@ main()
 
 
 @pytest.mark.parametrize(("where", "stream"), [("worker", False), ("engine", True)])
-def test_sigterm_ends_a_server_that_is_stuck(sources, where, stream):
+def test_sigterm_ends_stuck_server(sources, where, stream):
     command = ["-c", STUCK, "serve", sources[0], "--plain", "--name", "here"]
     process, url = started(where, command=command)
     try:
@@ -169,7 +169,7 @@ def _post(url, body):
         httpx.post(url, json=body, timeout=120)
 
 
-def test_a_loop_of_events_that_is_stuck_ends_the_process():
+def test_stuck_event_loop_ends_process():
     """After a signal, a stuck event loop ends the process; once the server has ended, nothing ends the process."""
     code = """
 import queue, sys, threading, time
@@ -185,14 +185,14 @@ time.sleep(1)
         assert subprocess.run([sys.executable, "-c", code, limits], timeout=60).returncode == status, limits
 
 
-def test_a_block_that_does_not_end_ends_the_process():
+def test_ends_within_kills_process_after_limit():
     code = "from jspec.serve.run import ends_within; import threading\nwith ends_within(0.1): threading.Event().wait()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1
     code = "from jspec.serve.run import ends_within; import time\nwith ends_within(0.2): pass\ntime.sleep(0.5)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_a_second_start_compiles_nothing(sources, tmp_path):
+def test_second_start_compiles_nothing(sources, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-c", SERVE, "serve", str(sources[0]), "--draft", str(sources[1])]
@@ -206,7 +206,7 @@ def test_a_second_start_compiles_nothing(sources, tmp_path):
     assert compiled > 20 and hits >= compiled and misses == 0
 
 
-def test_a_second_server_fails_at_once(sources, tmp_path, run):
+def test_second_server_on_same_port_fails_at_once(sources, tmp_path, run):
     """The second server fails even while the first compiles and refuses clients; the port is free once that ends."""
     first = bound("127.0.0.1", 0)
     port = first.getsockname()[1]
@@ -226,14 +226,14 @@ def test_a_second_server_fails_at_once(sources, tmp_path, run):
 
 
 @pytest.mark.parametrize("host", ["", " "])
-def test_an_empty_host_is_not_all_addresses(run, sources, host):
+def test_empty_host_is_rejected(run, sources, host):
     with pytest.raises(ValueError, match="host is empty"):
         bound(host, 0)
     code, _, error = run("serve", sources[0], "--host", host, "--port", 0)
     assert code == 2 and error.startswith("jspec: --host is empty; pass an address")
 
 
-def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
+def test_startup_mistakes_end_in_one_sentence(run, sources, tmp_path, monkeypatch):
     monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: pytest.fail("it went on"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -256,13 +256,13 @@ def test_mistakes_at_the_start_end_in_one_sentence(run, sources, tmp_path, monke
             assert said in error
 
 
-def test_without_its_packages_the_command_says_how_to_get_them(run, monkeypatch):
+def test_missing_serve_packages_error_says_how_to_install(run, monkeypatch):
     monkeypatch.setattr("jspec.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     code, _, error = run("serve")
     assert code == 2 and "needs uvicorn; install jspec's serve extra" in error
 
 
-def test_the_library_does_without_them():
+def test_library_imports_without_serve_packages():
     hidden = "starlette uvicorn sse_starlette pydantic prometheus_client"
     code = f"import sys; sys.modules |= dict.fromkeys('{hidden}'.split()); import jspec, jspec.engine, jspec.cli.app"
     subprocess.run([sys.executable, "-c", code], check=True)

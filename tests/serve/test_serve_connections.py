@@ -44,14 +44,14 @@ def opened(running):
 @pytest.mark.parametrize(
     "sent", [b"", HEALTH[:1], HEALTH, HEALTH + b"X: y", HEALTH + b"\r\n", HEALTH + b"\r\n" + HEALTH]
 )
-def test_who_sends_nothing_more_is_cut_off(hasty, sent):
+def test_idle_client_is_disconnected(hasty, sent):
     with opened(hasty) as connection:
         connection.sendall(sent)
         answers = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answers.count(b'{"status":"ok"}') == (HEALTH + b"\r\n" in sent)
 
 
-def test_a_head_that_trickles_is_cut_off(hasty):
+def test_slowly_sent_header_is_cut_off(hasty):
     with opened(hasty) as connection, pytest.raises(OSError):
         for _ in range(600):
             connection.sendall(b"G")
@@ -64,7 +64,7 @@ def test_a_head_that_trickles_is_cut_off(hasty):
                 pass
 
 
-def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty):
+def test_unread_body_does_not_keep_connection_alive(hasty):
     """The answer comes before the body is sent, so the body's bytes must not keep the connection alive."""
     with opened(hasty) as connection, pytest.raises(OSError):
         connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
@@ -74,7 +74,7 @@ def test_a_body_that_nobody_reads_does_not_keep_a_connection(hasty):
 
 
 @pytest.mark.parametrize("path", ["metrics", "v1/models"])
-def test_who_does_not_read_is_cut_off(hasty, monkeypatch, path):
+def test_client_that_never_reads_is_disconnected(hasty, monkeypatch, path):
     """A client that never reads is disconnected, because even small answers fill every buffer if there are many."""
     monkeypatch.setattr(connections, "_TAKE", 1.0)
     with opened(hasty) as connection, pytest.raises(ConnectionError):
@@ -82,7 +82,7 @@ def test_who_does_not_read_is_cut_off(hasty, monkeypatch, path):
             connection.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode() * 10)
 
 
-def test_who_does_not_read_makes_room(hasty):
+def test_unread_connections_count_as_waiting(hasty):
     """A new client is answered even if every connection has a running request."""
     requests = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10
     with opened(hasty) as connection:
@@ -96,7 +96,7 @@ def test_who_does_not_read_makes_room(hasty):
         assert unread and all(one.is_waiting for one in unread)
 
 
-def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):
+def test_client_waiting_for_answer_is_not_disconnected(hasty, monkeypatch):
     """A stream or a whole answer may take longer than a client may be idle."""
     decode_rounds = hasty.engine.device.decode_rounds
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def test_who_waits_for_an_answer_is_not_cut_off(hasty, monkeypatch):
         assert answer.status_code == 200 and ("[DONE]" in answer.text) == stream
 
 
-def test_connections_are_used_again(hasty):
+def test_connections_are_reused(hasty):
     with httpx.Client(base_url=hasty.url) as client:
         for _ in range(5):
             time.sleep(0.3)  # more than a second in total
@@ -117,14 +117,14 @@ def test_connections_are_used_again(hasty):
         assert b"".join(iter(lambda: connection.recv(65536), b"")).count(b'{"status":"ok"}') == 5
 
 
-def test_the_usual_time_is_more_than_that_of_pools(run):
+def test_default_keep_alive_exceeds_client_pools(run):
     assert re.search(r"--keep-alive SECONDS.*\[default: 75", " ".join(run("serve", "--help")[1].split()))
 
 
 @pytest.mark.parametrize(
     "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n", b"G" * 70_000]
 )
-def test_what_is_not_http_gets_an_error_of_the_usual_shape(running, caplog, sent):
+def test_invalid_http_gets_json_error(running, caplog, sent):
     with opened(running) as connection:
         connection.sendall(sent)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -133,7 +133,7 @@ def test_what_is_not_http_gets_an_error_of_the_usual_shape(running, caplog, sent
     assert len(caplog.records) <= 1
 
 
-def test_an_upgrade_is_not_made(running, caplog):
+def test_upgrade_request_is_ignored(running, caplog):
     with opened(running) as connection:
         connection.sendall(HEALTH + b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n")
         connection.sendall(b"")
@@ -141,7 +141,7 @@ def test_an_upgrade_is_not_made(running, caplog):
     assert not caplog.records
 
 
-def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
+def test_waiting_connections_are_closed_for_new_request(sources, monkeypatch, caplog):
     """The oldest connections with no request, half a request or half a body are closed, never one being answered."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 20)
     monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
@@ -166,7 +166,7 @@ def test_crowds_make_room_for_a_request(sources, monkeypatch, caplog):
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 2
 
 
-def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
+def test_new_connections_wait_for_busy_ones(sources, monkeypatch):
     """New connections wait only until a place is free, and all get their answers."""
     monkeypatch.setattr("jspec.serve.run.most_connections", lambda: 2)
     monkeypatch.setattr("jspec.engine.runner.Runner.compile", lambda _: None)
@@ -181,7 +181,7 @@ def test_a_crowd_that_is_answered_lets_others_wait(sources, monkeypatch):
         assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
 
 
-def test_a_process_without_descriptors_goes_on(running, monkeypatch, caplog):
+def test_server_survives_lack_of_file_descriptors(running, monkeypatch, caplog):
     """Idle connections are closed to make room, and the log says so once."""
     with opened(running) as connection:
         connection.sendall(HEALTH + b"\r\n")
@@ -201,7 +201,7 @@ def test_a_process_without_descriptors_goes_on(running, monkeypatch, caplog):
     assert len([record for record in caplog.records if "cannot be accepted" in record.getMessage()]) == 1
 
 
-def test_warnings_are_shown_seldom(caplog):
+def test_warnings_are_rate_limited(caplog):
     log = logging.getLogger("jspec.test")
     log.addFilter(connections.Seldom())
     for i in range(100):
@@ -234,7 +234,7 @@ def ask_health(address):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sockets are not files")
-def test_a_thousand_idle_connections(sources, report):
+def test_thousand_idle_connections_do_not_block_server(sources, report):
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

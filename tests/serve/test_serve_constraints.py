@@ -60,7 +60,7 @@ def refusal(answer):
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_exceeds_a_limit_is_refused_before_it_is_compiled(running, kind):
+def test_schema_beyond_limits_is_rejected_before_compilation(running, kind):
     schema, words = HOSTILE[kind]
     message = refusal(post(running, LONG | format_of(schema)))
     assert words in message and message.endswith(".")
@@ -86,21 +86,21 @@ def free_beside(running):
     assert {*texts} == {expected}
 
 
-def test_what_hangs_while_it_is_compiled_is_refused(running, free_beside, monkeypatch):
+def test_hanging_compilation_is_rejected(running, free_beside, monkeypatch):
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     monkeypatch.setattr(grammar_pool, "_COMPILE_SECONDS", 2.0)
     for name in ("a large multiple", "multiples", "patterns", "names"):
         assert "of memory to compile; simplify it." in refusal(post(running, LONG | format_of(HOSTILE[name][0])))
 
 
-def test_what_overflows_the_stack_is_refused(running, free_beside, monkeypatch):
+def test_stack_overflow_in_compilation_is_rejected(running, free_beside, monkeypatch):
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     assert "to compile; simplify it." in refusal(post(running, LONG | format_of(chain(3000))))
     deep = {"response_format": {"type": "regex", "regex": "(" * 4000 + "a" + ")" * 4000}}
     refusal(post(running, LONG | deep))
 
 
-def test_constraints_beside_one_that_hangs_are_compiled(running, monkeypatch):
+def test_hanging_compilation_does_not_block_others(running, monkeypatch):
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     with asking(running, LONG | format_of(HOSTILE["names"][0]), 2) as hanging:
         good = post(running, LONG | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}})
@@ -137,7 +137,7 @@ class Planted:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [signal.SIGSEGV, signal.SIGSTOP])
-def test_a_text_that_crashes_or_hangs_its_matcher_ends_alone(running, free_beside, monkeypatch, kind, stream):
+def test_crashing_or_hanging_matcher_ends_only_its_request(running, free_beside, monkeypatch, kind, stream):
     monkeypatch.setattr(grammar_pool, "_MASK_SECONDS", 1.0)
     pool = running.server._served.grammars._pool
     planted = Planted(pool.compile, kind)
@@ -149,7 +149,7 @@ def test_a_text_that_crashes_or_hangs_its_matcher_ends_alone(running, free_besid
     planted.made.close()
 
 
-def test_the_server_of_processes_is_replaced(running):
+def test_process_server_is_restarted(running):
     body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
     first = post(running, body).json()["choices"]
     running.server._served.grammars._pool._server._process.kill()
@@ -157,7 +157,7 @@ def test_the_server_of_processes_is_replaced(running):
     assert post(running, body).json()["choices"] == first
 
 
-def test_processes_for_grammars_outlive_a_signal_to_the_whole_service(running):
+def test_grammar_processes_survive_signals_to_whole_service(running):
     """A supervisor sends SIGTERM to each process; the server must still answer the requests that it has accepted."""
     pool = running.server._served.grammars._pool
     server, grammar = pool._server._process.pid, pool.compile("regular expression", "[a-z]{3}")
@@ -174,7 +174,7 @@ def test_processes_for_grammars_outlive_a_signal_to_the_whole_service(running):
     assert pool._server._process.poll() is None
 
 
-def test_a_fork_that_fails_ends_only_its_connection(monkeypatch):
+def test_failed_fork_ends_only_its_connection(monkeypatch):
     def fork():
         raise BlockingIOError
 
@@ -215,7 +215,7 @@ def refusing(monkeypatch, running, kind):
 
 
 @pytest.mark.parametrize("kind", ["fork", "socket", "start"])
-def test_a_system_without_room_for_a_process_is_not_the_clients_fault(running, free_beside, monkeypatch, kind):
+def test_failure_to_start_process_is_a_server_error(running, free_beside, monkeypatch, kind):
     body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
     with monkeypatch.context() as patch:
         refusing(patch, running, kind)
@@ -228,7 +228,7 @@ def test_a_system_without_room_for_a_process_is_not_the_clients_fault(running, f
 
 
 @pytest.mark.parametrize("kind", ["matcher", "server"])
-def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatch, kind):
+def test_lost_matcher_process_is_a_server_error(running, monkeypatch, kind):
     pool = running.server._served.grammars._pool
     grammar = pool.compile("regular expression", "[a-z]{3}")
     with monkeypatch.context() as patch:
@@ -249,7 +249,7 @@ def test_a_text_without_its_process_is_not_the_clients_fault(running, monkeypatc
     grammar.close()
 
 
-def test_clients_that_leave_do_not_start_ever_more_processes(running, monkeypatch):
+def test_disconnecting_clients_do_not_accumulate_processes(running, monkeypatch):
     """A compilation that has begun keeps its place even if its client leaves."""
     monkeypatch.setattr("jspec.engine.grammars.check_schema", lambda _: None)
     pool, constraints = running.server._served.grammars._pool, running.server._constraints
@@ -302,7 +302,7 @@ def test_no_process_is_left_behind(running, kind):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_dead_end_is_not_the_clients_fault(running, stream):
+def test_dead_end_is_a_server_error(running, stream):
     """The grammar lets a comma follow after which every name is used; other outputs end before the comma."""
     comma, end = (running.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ",}")
     outcomes = set()
@@ -321,7 +321,7 @@ def test_a_dead_end_is_not_the_clients_fault(running, stream):
     assert outcomes == {"ended", ("constraint_dead_end", "server_error")}
 
 
-def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
+def test_concurrent_constraints_are_all_answered(running, monkeypatch):
     """Requests are answered as far as there is room, and none waits forever."""
     body = SEEDED | {"response_format": {"type": "regex", "regex": "(the|in) [a-c]{2}"}}
     with asking(running, body, 8) as answers:
@@ -330,7 +330,7 @@ def test_too_many_constraints_wait_or_are_refused(running, monkeypatch):
     assert len({answer.json()["choices"][0]["text"] for answer in found}) == 1
 
 
-def test_a_mask_that_takes_long_is_ended_by_its_own_process(running):
+def test_mask_source_outlives_its_grammar_until_closed(running):
     """The limit is CPU time, so a busy machine rejects nothing."""
     assert grammar_worker._BURST < grammar_pool._MASK_SECONDS
     pool = running.server._served.grammars._pool

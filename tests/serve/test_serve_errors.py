@@ -55,7 +55,7 @@ def refused(answer, status):
     return error
 
 
-def test_bad_bodies(client, server, report):
+def test_bad_bodies_are_rejected(client, server, report):
     cases = [*bodies()]
     assert len(cases) >= 120
     for path, body, name in cases:
@@ -109,19 +109,19 @@ TOO_LONG = "exceed the 128 tokens that prompt and output may have in total; redu
         ({"n": 100}, "The request has 100 choices in total, and the server accepts at most 8; request fewer choices."),
     ],
 )
-def test_sentences(client, fields, sentence):
+def test_errors_are_one_clear_sentence(client, fields, sentence):
     body = json.dumps(TEXT | fields)
     assert refused(client.post("/v1/completions", content=body), 400)["message"] == sentence
 
 
-def test_nulls_are_as_good_as_nothing(client):
+def test_null_fields_count_as_absent(client):
     """Null fields, which clients do send, count as absent: this request fails only because of its last field."""
     nulls = dict.fromkeys(("suffix", "tools", "stop", "seed", "logit_bias", "max_tokens", "best_of", "user"))
     answer = client.post("/v1/completions", json=TEXT | nulls | {"temperature": -1})
     assert "temperature" in refused(answer, 400)["message"]
 
 
-def test_other_mistakes(client):
+def test_other_mistakes_have_proper_status(client):
     assert refused(client.post("/v1/completions", json=TEXT | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
     assert refused(client.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
     refused(client.get("/v1/completions"), 405)
@@ -134,7 +134,7 @@ def test_other_mistakes(client):
     assert error["code"] == "body_too_long"
 
 
-def test_pages_of_other_sites_need_a_key(server, client):
+def test_cross_site_pages_need_an_api_key(server, client):
     """Browsers name the page's site, and let pages send anything although they may not read the answer."""
     for site, status in (("cross-site", 403), ("same-origin", 400), ("none", 400)):
         answer = client.post("/v1/completions", content=b"{}", headers={"Sec-Fetch-Site": site})
@@ -145,7 +145,7 @@ def test_pages_of_other_sites_need_a_key(server, client):
     assert client.get("/").headers["content-security-policy"] == "frame-ancestors 'none'"
 
 
-def test_many_mistakes_are_not_told_one_by_one():
+def test_reported_validation_errors_are_limited():
     """Only the first of many mistakes is reported; reporting all takes seconds, in which nothing else runs."""
     messages = [{"role": "user", "content": [{f"x{i}": 1 for i in range(60)}] * 60}] * 1000
     with pytest.raises(ValidationError) as error:
@@ -156,7 +156,7 @@ def test_many_mistakes_are_not_told_one_by_one():
 @pytest.mark.parametrize(
     "schema", [{"type": "string", "minLength": "é" * 60}, {"$ref": "#"}, {"type": "string", "pattern": "(" * 3}]
 )
-def test_what_the_parser_says_is_not_passed_on_whole(server, schema):
+def test_parser_internals_are_not_exposed(server, schema):
     """The error message reveals neither the parser's state nor that the parser has failed."""
     with pytest.raises(ValueError, match=r"The schema cannot be used: .") as error:
         server._served.grammars.json_schema(schema)
@@ -170,7 +170,7 @@ def test_what_the_parser_says_is_not_passed_on_whole(server, schema):
         lambda part: st.lists(part) | st.dictionaries(st.text(), part),
     )
 )
-def test_an_answer_in_pieces_is_the_answer(value):
+def test_answer_in_pieces_equals_whole_answer(value):
     for whole in (value, {"choices": [{"logprobs": {"content": [value] * 150}}] * 2, "ids": [1] * 150}):
         assert "".join(dump_pieces(whole)) == dump(whole)
 
@@ -179,7 +179,7 @@ def test_an_answer_in_pieces_is_the_answer(value):
     "header",
     [None, "", "secret", "Bearer", "Bearer other", "Bearer secret2", "Basic secret", "Bearer ÿ".encode("latin-1")],
 )
-def test_keys(server, header):
+def test_invalid_api_keys_are_rejected(server, header):
     guarded = Server(server._served.engine, servers.tokenizer(), servers.NAME, api_key="secret")
     client = client_of(guarded)
     headers = {} if header is None else {"Authorization": header}
@@ -194,7 +194,7 @@ def test_keys(server, header):
     refused(client.post("/v1/completions", json={}, headers=right), 400)
 
 
-def test_what_a_template_refuses(server):
+def test_template_errors_are_client_errors(server):
     words = servers.tokenizer()
     for template, said in (
         ("{{ raise_exception('no ' + messages[0].content) }}", "no x"),
@@ -208,7 +208,7 @@ def test_what_a_template_refuses(server):
         assert said in refused(client.post("/v1/chat/completions", json=CHAT), 400)["message"]
 
 
-def test_bugs_are_nobody_else_s_business(server, client, monkeypatch):
+def test_internal_errors_reveal_no_details(server, client, monkeypatch):
     monkeypatch.setattr("jspec.serve.app.number_of_choices", lambda _: {}["secret"])
     error = refused(client.post("/v1/completions", json=TEXT), 500)
     assert "secret" not in error["message"]
@@ -222,7 +222,7 @@ def test_bugs_are_nobody_else_s_business(server, client, monkeypatch):
     ],
     ids=("brackets", "lists", "numbers", "objects", "digits"),
 )
-def test_bodies_of_many_small_things_hold_nobody_up(running, body):
+def test_bodies_of_many_small_values_do_not_block_server(running, body):
     begun = time.monotonic()
     answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The body ")

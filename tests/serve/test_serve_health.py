@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("stuck", ["decode_rounds", "parse_request"])
-def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
+def test_health_reports_stuck_engine_or_parser(running, gate, monkeypatch, stuck):
     """Report an engine that is stuck in a call or a stuck request parser, but neither idle threads nor compilation."""
     healthy = lambda: httpx.get(f"{running.url}/health").status_code == 200  # noqa: E731
     opened, parse_request = threading.Event(), serve_job.parse_request
@@ -41,7 +41,7 @@ def test_health_reports_what_is_stuck(running, gate, monkeypatch, stuck):
     assert healthy()
 
 
-def test_a_heartbeat_knows_what_is_overdue(monkeypatch):
+def test_heartbeat_reports_overdue_work(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     beats = heartbeat.Heartbeat()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
+def test_disconnected_client_frees_its_slot(running, gate, stream):
     """A client that leaves before its first token frees its slots, and other requests are unaffected."""
     before = metrics(running)["jspec_request_success_total", "abort"]
     with asking(running, SEEDED) as answers:
@@ -39,7 +39,7 @@ def test_a_client_that_leaves_frees_its_slot(running, gate, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, stream):
+def test_client_that_sends_extra_data_and_leaves_frees_its_slot(running, gate, stream):
     """Data sent after the request pauses reading, but not for good: the server notices that the client leaves."""
     with connected(running, LONG | {"stream": stream}, "Connection: keep-alive") as connection:
         until(lambda: running.engine.running_requests)
@@ -52,7 +52,7 @@ def test_a_client_that_says_too_much_and_leaves_frees_its_slot(running, gate, st
     gate.set()
 
 
-def test_prompts_that_are_not_read_are_not_counted(running, gate):
+def test_prompts_of_disconnected_clients_are_not_counted(running, gate):
     before = metrics(running)
     with asking(running, SEEDED, 3) as answers:
         until(lambda: running.server.open == 3)
@@ -78,7 +78,7 @@ def played(running, monkeypatch):
     yield calls
 
 
-def test_a_client_that_leaves_in_the_middle(running, played):
+def test_client_leaving_midway_stops_decoding(running, played):
     """The slot is free long before the output would have ended."""
     whole = LONG | {"seed": 1, "max_tokens": 115}
     post(running, whole)
@@ -90,7 +90,7 @@ def test_a_client_that_leaves_in_the_middle(running, played):
     assert len(played) - all_of_it < all_of_it - 2
 
 
-def test_a_stop_string_frees_the_slot(running, played):
+def test_stop_string_frees_slot(running, played):
     letters = {str(i): 100 for i in running.tokenizer("abcdefgh")["input_ids"]}
     whole = LONG | {"seed": 1, "logit_bias": letters, "max_tokens": 115}
     text = post(running, whole).json()["choices"][0]["text"]
@@ -105,12 +105,12 @@ def test_a_stop_string_frees_the_slot(running, played):
     assert (len(second["text"]), second["finish_reason"]) == (115, "length")
 
 
-def test_a_body_of_unknown_length(running):
+def test_long_body_of_unknown_length_is_rejected(running):
     answer = httpx.post(f"{running.url}/v1/completions", content=(b" " * 2**20 for _ in range(5)))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_long")
 
 
-def test_too_many_requests(running, gate):
+def test_excess_requests_get_429(running, gate):
     """As many requests as fit are answered; the others get a 429 at once, whatever their content."""
     room = servers.OPTIONS["slots"] + servers.WAITING
     with asking(running, SEEDED, room) as answers:
@@ -141,7 +141,7 @@ def test_choices_count_as_requests(running, gate):
             assert more()[0].status_code == answers()[0].status_code == 200
 
 
-def test_a_slow_reader_disturbs_nobody(running):
+def test_slow_reader_does_not_affect_others(running):
     """A client that reads late gets the whole output, although the engine finished it long before."""
     body = LONG | {"stream": True, "seed": 1, "n": 3, "return_token_ids": True, "logprobs": 5}
     with connected(running, body) as slow:
@@ -161,7 +161,7 @@ def test_a_slow_reader_disturbs_nobody(running):
 
 
 @pytest.mark.parametrize("patience", [0.1, 60])
-def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
+def test_whole_answer_counts_as_unread_until_sent(monkeypatch, patience):
     """An answer is unread until it is sent, or until its client has taken none of it for too long."""
     monkeypatch.setattr("jspec.serve.sse._PATIENCE", patience)
     told, sent = [], []
@@ -184,7 +184,7 @@ def test_a_whole_answer_is_unread_until_it_is_sent(monkeypatch, patience):
     assert (told == [len(sent)] and len(sent) > 5) or (patience < 1 and told == [3])
 
 
-def test_a_body_that_does_not_come(running, monkeypatch):
+def test_incomplete_body_times_out(running, monkeypatch):
     monkeypatch.setattr("jspec.serve.request_body._PATIENCE", 0.2)
     host, port = running.url.removeprefix("http://").split(":")
     with socket.socket() as connection:
@@ -198,7 +198,7 @@ def test_a_body_that_does_not_come(running, monkeypatch):
     assert answer.startswith(b"HTTP/1.1 408") and running.server.open == 0
 
 
-def test_a_failing_device(running, monkeypatch):
+def test_device_failure_is_recovered_or_reported(running, monkeypatch):
     """Seeded requests continue unchanged; others end with an error, which a stream sends as an event."""
     expected = post(running, SEEDED).json()["choices"][0]["text"]
     decode_rounds, fails = running.engine.device.decode_rounds, [True, True]
@@ -225,7 +225,7 @@ def test_a_failing_device(running, monkeypatch):
     assert running.server.open == 0
 
 
-def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypatch):
+def test_only_pings_precede_first_token(running, gate, monkeypatch):
     """Clients would take a chat's role for the first token. Pings end no event, and none comes between tokens."""
     monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
     body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
@@ -250,7 +250,7 @@ def test_nothing_but_pings_comes_before_the_first_token(running, gate, monkeypat
     assert "".join(texts) == running.chat(max_completion_tokens=40, seed=1).choices[0].message.content
 
 
-def test_a_draining_server(running, gate, monkeypatch):
+def test_draining_server_rejects_new_requests(running, gate, monkeypatch):
     """Accepted requests are answered, and new ones rejected."""
     monkeypatch.setattr("jspec.serve.run._Uvicorn.on_tick", _never)
     with asking(running, SEEDED) as answers:

@@ -13,7 +13,7 @@ from support.serving import alone
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def test_logprobs_are_the_model_s_own(running, complete, chat):
+def test_logprobs_are_raw(running, complete, chat):
     """Log-probabilities are raw for any sampling parameters, each at the offset of its token."""
     tokens, text, expected = alone(running, PROMPT, 5, 0, temperature=0.7, top_k=9)
     choice = complete(temperature=0.7, extra_body={"top_k": 9}, logprobs=0).choices[0]
@@ -38,7 +38,7 @@ def test_logprobs_are_the_model_s_own(running, complete, chat):
     assert all(bytes(one.bytes).decode("utf-8", "replace") in (one.token, "\ufffd") for one in content)
 
 
-def test_the_likeliest_tokens(running, complete, chat):
+def test_top_logprobs_are_returned(running, complete, chat):
     choice = complete(logprobs=3, temperature=0).choices[0]
     for name, value, top in zip(
         choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
@@ -48,7 +48,7 @@ def test_the_likeliest_tokens(running, complete, chat):
     assert all([one.top_logprobs[0].token, len(one.top_logprobs)] == [one.token, 2] for one in entries)
 
 
-def test_logprobs_of_a_prompt(running, complete):
+def test_prompt_logprobs_equal_model(running, complete):
     """A prompt's log-probabilities, requested as lm-eval does, equal the model's own."""
     ids = running.tokenizer(PROMPT)["input_ids"]
     choice = complete(prompt=[ids], max_tokens=1, echo=True, logprobs=1, temperature=0).choices[0]

@@ -37,7 +37,7 @@ def written(ids, stop=(), prompt=(), **options):
 
 @settings(deadline=None, max_examples=200)
 @given(prompt=TEXTS, text=TEXTS, end=IDS)
-def test_what_is_shown_is_never_taken_back(prompt, text, end):
+def test_shown_text_is_never_withdrawn(prompt, text, end):
     """Shown text is never withdrawn, even for garbage after valid text; the joined pieces are the whole text."""
     writer, shown = written(ids_of(text) + end, prompt=ids_of(prompt))
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
@@ -49,7 +49,7 @@ def test_what_is_shown_is_never_taken_back(prompt, text, end):
 
 @settings(deadline=None, max_examples=300)
 @given(text=TEXTS, stop=st.lists(st.text(alphabet="ab th🙂", min_size=1, max_size=4), max_size=3))
-def test_texts_end_before_the_first_stop_string(text, stop):
+def test_text_ends_before_first_stop_string(text, stop):
     """Text ends at the same place as in `jspec.complete`."""
     expected = truncate_at_stop(pieces(TOKENIZER, (), ids_of(text)), stop)
     writer, shown = written(ids_of(text), stop)
@@ -60,14 +60,14 @@ def test_texts_end_before_the_first_stop_string(text, stop):
     assert kept.text == writer.text + (writer.stopped or "") and text.startswith(kept.text)
 
 
-def test_a_stop_string_over_several_tokens_is_held_back():
+def test_partial_stop_string_is_held_back():
     writer, shown = written(ids_of("x then"), ["then"])
     assert (writer.text, writer.stopped) == ("x ", "then")
     assert all("t" not in one for one in shown)
     assert "".join(writer.pieces) == "x then"
 
 
-def test_half_characters_are_held_back():
+def test_partial_characters_are_held_back():
     ids = ids_of("a🙂b")
     assert len(ids) == 6
     _, shown = written(ids)
@@ -76,20 +76,20 @@ def test_half_characters_are_held_back():
     assert shown == ["a", "a", "a", "a\ufffd"] and writer.text == "a\ufffd"
 
 
-def test_of_the_least_tokens_none_is_searched():
+def test_stop_strings_do_not_match_within_min_tokens():
     ids = ids_of("xyxyx")
     assert written(ids, ["y"], min_tokens=2)[0].text == "xyx"
     assert written(ids, ["xy"], min_tokens=1)[0].text == "xyxyx"[:2]
 
 
-def test_what_is_no_character_is_not_held_for_ever():
+def test_invalid_bytes_are_not_held_back_forever():
     broken = ids_of("🙂")[:1] * 200
     coming = Pieces(TOKENIZER, ())
     longest = max(len(one) for one in [coming.add(token) for token in broken])
     assert 0 < longest <= 40
 
 
-def test_names_of_tokens():
+def test_token_names_and_bytes():
     names = Names(TOKENIZER)
     for text in ("t", "the", " a"):
         (token,) = ids_of(text)
@@ -103,7 +103,7 @@ def test_names_of_tokens():
 @pytest.mark.parametrize(
     ("raw", "text", "utf8"), [("▁the", " the", b" the"), ("<0xE2>", "bytes:\\xe2", b"\xe2"), ("x", "x", b"x")]
 )
-def test_names_of_sentencepiece_s_tokens(raw, text, utf8):
+def test_sentencepiece_token_names_and_bytes(raw, text, utf8):
     inner = Tokenizer(models.BPE({"<unk>": 0, raw: 1}, [], unk_token="<unk>"))
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
