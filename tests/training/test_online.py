@@ -17,7 +17,7 @@ TARGET.lm_head.weight.set_value(3 * TARGET.lm_head.weight[...])
 
 
 @pytest.mark.parametrize(("kind", "requests"), [("eagle", 12), pytest.param("medusa", 36, marks=pytest.mark.slow)])
-def test_what_was_served_is_learned_from(prompts, kind, requests, report):
+def test_learning_from_served_texts_raises_acceptance(prompts, kind, requests, report):
     made = {"eagle": lambda: EagleDrafter(eagle_heads.eagle(TARGET)), "medusa": lambda: heads.medusa(TARGET, 3)}
     began = made[kind]()
     before = jax.tree.map(np.asarray, began)
@@ -38,7 +38,7 @@ def test_what_was_served_is_learned_from(prompts, kind, requests, report):
     jax.tree.map(np.testing.assert_array_equal, before, began)  # the original drafter is unchanged
 
 
-def test_texts_of_new_keys_have_the_target_law(report):
+def test_texts_with_new_keys_have_target_distribution(report):
     """Weights learned from a text know its key's noise: outputs with that key are biased, those with new keys exact."""
     target, drafter, count, prompt = toys.tiny_llama(0, 2), heads.medusa(toys.tiny_llama(0, 2), 1), 40_000, [1, 2]
     learner = jspec.online.Learner(target, drafter, rate=0.1, depth=1, batch=1, length=8)
@@ -70,7 +70,7 @@ def test_texts_of_new_keys_have_the_target_law(report):
     assert p_values["new"] > oracle.ALPHA and p_values["known"] < 1e-6
 
 
-def test_nothing_is_learned_where_the_target_has_no_law(prompts):
+def test_tokens_without_target_distribution_teach_nothing(prompts):
     """Tokens without a target distribution teach nothing, and do not spoil what other tokens teach."""
     target = toys.tiny_llama(0, 2)
     target.embed_tokens.weight.set_value(target.embed_tokens.weight[...].at[:, 7].set(jnp.inf))
@@ -89,7 +89,7 @@ def test_nothing_is_learned_where_the_target_has_no_law(prompts):
         np.testing.assert_array_equal(leaf, before)  # not even the optimizer's state changes them
 
 
-def test_texts_wait_until_there_are_enough(prompts):
+def test_learning_waits_for_a_full_batch(prompts):
     learner = jspec.online.Learner(TARGET, EagleDrafter(eagle_heads.eagle(TARGET)), batch=3, length=8)
     batch = prompts([2, 3], vocab_size=V)
     out = jspec.generate(TARGET, *batch, max_new_tokens=12)
@@ -100,7 +100,7 @@ def test_texts_wait_until_there_are_enough(prompts):
     assert learner.drafter is not first and len(learner.scores) == 1
 
 
-def test_what_cannot_learn():
+def test_invalid_learners_are_rejected():
     with pytest.raises(TypeError, match="NGramDrafter cannot be trained; expected one of BlockwiseDrafter, Eagle"):
         jspec.online.Learner(TARGET, jspec.NGramDrafter())
     with pytest.raises(ValueError, match="loss is 'l2'; expected one of kl"):

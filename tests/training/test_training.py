@@ -21,7 +21,7 @@ LONG.lm_head.weight.set_value(6 * LONG.lm_head.weight[...])  # and confident
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
-def test_losses_are_those_of_numpy(name):
+def test_losses_match_numpy(name):
     rng = np.random.default_rng(0)
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in rng.normal(size=(2, 5, 7)) * 2)
     m, covered = (p + q) / 2, rng.random(5)
@@ -39,7 +39,7 @@ def test_losses_are_those_of_numpy(name):
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
-def test_gradients_are_finite_where_a_law_has_no_mass(name):
+def test_gradients_are_finite_for_zero_probabilities(name):
     p, q = jnp.array([0.0, -jnp.inf, -300.0, 2.0]), jnp.array([400.0, 0.0, -200.0, 0.0])
     for covered in (0.0, 0.5, 1.0):
         laws = losses.log_probs(p)[None], jnp.array([covered])
@@ -50,7 +50,7 @@ def test_gradients_are_finite_where_a_law_has_no_mass(name):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "hydra", "blockwise", "kangaroo", "model"])
-def test_what_is_unrolled_is_what_the_drafter_says(kind):
+def test_unrolled_logits_equal_drafted_logits(kind):
     """Unrolled logits equal those of a draft that starts there and matches the text, at every position and depth."""
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 4, 0))
     weights = heads.drawn(trainee.weights)
@@ -75,7 +75,7 @@ def test_what_is_unrolled_is_what_the_drafter_says(kind):
                 logits = logits[:, 0]
 
 
-def test_what_is_unrolled_of_vectors_is_what_the_target_says():
+def test_unrolled_pass_logits_equal_target_logits():
     """After every token, unrolled logits equal those of the target if the text ended there."""
     trainee = kinds.trainee_of(kinds.of_pass(TARGET, None, 3, 0))
     weights = heads.drawn(trainee.weights)
@@ -99,7 +99,7 @@ def test_what_is_unrolled_of_vectors_is_what_the_target_says():
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
-def test_every_kind_gets_better(tmp_path, kind):
+def test_every_kind_improves(tmp_path, kind):
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 2, 0))
     train, held = batches.Plan(some_rows(16), 256, 0), batches.Plan(some_rows(4, seed=1), 256, 0)
     schedule = fit.Schedule(12, 2, "kl", rate=0.02, save_every=12)
@@ -110,7 +110,7 @@ def test_every_kind_gets_better(tmp_path, kind):
     assert after.loss[0] < before.loss[0]
 
 
-def test_the_output_head_of_few_tokens_is_an_argument():
+def test_reduced_output_head_is_an_argument_in_target_dtype():
     """The head is passed in the target's dtype: no constant is as large, and no product is in float32."""
     target = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), LONG)
     trainee = kinds.trainee_of(kinds.of_eagle(target, np.arange(100), 2, 0))
@@ -125,7 +125,7 @@ def test_the_output_head_of_few_tokens_is_an_argument():
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_only_what_is_learned_is_scored(stored):
+def test_only_learned_tokens_are_scored(stored):
     """Scores equal those of a loop over positions: the distribution of token t + 2, if that token is learned.
 
     If the target's most likely token cannot be drafted, the two do not agree.
@@ -154,7 +154,7 @@ def test_only_what_is_learned_is_scored(stored):
     assert none.tokens[0] == 0 and none.acceptance[0] == 0  # it must not count in a mean
 
 
-def test_every_row_is_learned_from_once_an_epoch():
+def test_every_row_is_used_once_per_epoch():
     texts = [rows.of_answer([1], [2] * size) for size in (5, 70, 70, 100, 200, 9, 8, 64)]
     plan = batches.Plan(texts, 256, seed=1)
     seen = [plan.batch(step) for step in range(2 * plan.steps)]
@@ -176,7 +176,7 @@ def test_every_row_is_learned_from_once_an_epoch():
                 np.testing.assert_array_equal(row[: len(texts[number].tokens)], texts[number].tokens)
 
 
-def test_a_target_without_laws_teaches_nothing(tmp_path):
+def test_nan_target_is_rejected(tmp_path):
     target = jax.tree.map(lambda leaf: leaf * jnp.nan, TARGET)
     plan = batches.Plan(some_rows(4), 64, 0)
     trainee, source = kinds.trainee_of(kinds.of_eagle(TARGET, None, 2, 0)), fit.Source(plan)
@@ -185,7 +185,7 @@ def test_a_target_without_laws_teaches_nothing(tmp_path):
     assert not [*fit.read_log(tmp_path)]
 
 
-def test_weights_that_are_damaged_behind_the_last_loss_are_not_kept(tmp_path, monkeypatch):
+def test_weights_damaged_in_last_step_are_not_saved(tmp_path, monkeypatch):
     """The loss that a step reports is that of the weights before the step, so weights are checked again at the end."""
     begin = fit.begin
 
@@ -209,7 +209,7 @@ def test_weights_that_are_damaged_behind_the_last_loss_are_not_kept(tmp_path, mo
 
 
 @pytest.mark.parametrize("kind, depths", [("eagle", [1, 1, 1, 2, 2]), ("medusa", [2] * 5)])
-def test_heads_of_one_layer_are_unrolled_deep_at_last(tmp_path, monkeypatch, kind, depths):
+def test_single_layer_heads_unroll_deeper_at_the_end(tmp_path, monkeypatch, kind, depths):
     """Single-layer heads unroll deep only at the end; others have weights for every depth, trained from step one."""
     begin, found = fit.begin, []
 
@@ -225,7 +225,7 @@ def test_heads_of_one_layer_are_unrolled_deep_at_last(tmp_path, monkeypatch, kin
 
 
 @pytest.mark.slow
-def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path, prompts, monkeypatch):
+def test_boosted_model_learns_tokens_that_earlier_models_miss(tmp_path, prompts, monkeypatch):
     asked = []
     monkeypatch.setattr(
         train,
@@ -250,7 +250,7 @@ def test_each_of_several_models_learns_where_those_before_it_are_wrong(tmp_path,
 
 
 @pytest.mark.slow
-def test_several_models_go_on_where_they_stopped(tmp_path):
+def test_boosted_training_resumes(tmp_path):
     seen = []
 
     def stop(news):
@@ -269,7 +269,7 @@ def test_several_models_go_on_where_they_stopped(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, went_on, whole)
 
 
-def test_a_trained_drafter_guesses_better_and_leaves_the_text_alone(tmp_path, prompts):
+def test_trained_drafter_accepts_more_and_keeps_output(tmp_path, prompts):
     looks, data = [], chats(tmp_path / "chats.jsonl")
     options = {"depth": 3, "step_tokens": 512, "draft_vocab": 200, "rate": 0.02}
     drafter = jspec.train_drafter(

@@ -12,7 +12,7 @@ from support.trainings import chats, chatty
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 
 
-def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path):
+def test_only_assistant_tokens_are_learned(tmp_path):
     tokenizer = chatty()
     file = tmp_path / "two.jsonl"
     turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "the end")]
@@ -35,7 +35,7 @@ def learned_of_two_answers(template, file):
     return tokenizer.decode(row.tokens[row.learned])
 
 
-def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
+def test_changed_earlier_answers_are_not_learned(tmp_path):
     """The first answer is not learned: only a last answer shows thoughts, so alone it is longer than in the chat."""
     template = (
         "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}(hm){% endif %}"
@@ -44,7 +44,7 @@ def test_of_turns_that_a_template_changes_nothing_else_is_learned(tmp_path):
     assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "(hm)the end<|end|>"
 
 
-def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
+def test_text_after_a_turn_is_not_learned(tmp_path):
     """Text that a template puts after a turn, such as ChatML's newline, is not learned, because nobody writes it."""
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>\n{% endfor %}"
@@ -53,7 +53,7 @@ def test_what_a_template_puts_behind_a_turn_is_not_learned(tmp_path):
     assert learned_of_two_answers(template, tmp_path / "one.jsonl") == "b<|end|>the end<|end|>"
 
 
-def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
+def test_chats_may_contain_unicode_line_separators(tmp_path):
     """A chat may contain Unicode line separators, which JSON leaves as they are."""
     file = tmp_path / "one.jsonl"
     turns = [{"role": "user", "content": "a\u2028b\x85?"}, {"role": "assistant", "content": "the cat"}]
@@ -61,7 +61,7 @@ def test_a_chat_may_hold_what_else_ends_lines(tmp_path):
     assert len(rows.read(file, chatty(), 64, 512)) == 1
 
 
-def test_a_question_that_leaves_no_room_for_an_answer(tmp_path):
+def test_question_without_room_for_answer_is_rejected(tmp_path):
     file = tmp_path / "asked.jsonl"
     asked = (json.dumps({"messages": [{"role": "user", "content": "cat " * count}]}) for count in (1, 2000))
     file.write_text("\n".join(asked))
@@ -109,7 +109,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_chats(tmp_path, name):
+def test_malformed_chats_are_rejected(tmp_path, name):
     line, message = MALFORMED[name]
     file = chats(tmp_path / "chats.jsonl", 1)
     file.write_text(file.read_text() + "\n" + line)
@@ -117,7 +117,7 @@ def test_malformed_chats(tmp_path, name):
         rows.read(file, chatty(), 64, 512)
 
 
-def test_what_the_template_refuses(tmp_path):
+def test_chats_rejected_by_template_are_reported(tmp_path):
     file = chats(tmp_path / "chats.jsonl", 1)
     strict = chatty()
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET = toys.tiny_llama(0, 1, vocab_size=261)
 
 
-def test_a_text_is_read_in_parts(tmp_path):
+def test_text_file_is_split_into_parts(tmp_path):
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
     found = rows.read(file, text := chatty(), 50, 512)
@@ -41,7 +41,7 @@ def test_held_out_questions_are_not_learned():
         rows.divide(found[::64])
 
 
-def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
+def test_every_part_starts_with_bos(tmp_path):
     """Every part starts with the tokenizer's start token, if it has one, and some parts are held out."""
     file = tmp_path / "plain.txt"
     file.write_text("the cat sat in a tree " * 20)
@@ -52,7 +52,7 @@ def test_every_part_of_a_text_starts_as_texts_do(tmp_path):
     assert len(train) + len(held) == len(found) > 2 and train and held
 
 
-def test_rows_on_disk(tmp_path):
+def test_rows_are_saved_and_loaded(tmp_path):
     rows.save([], tmp_path / "none.safetensors")  # answers that teach nothing
     assert rows.load(tmp_path / "none.safetensors") == []
     some = [rows.of_answer([1, 2], [3]), rows.of_answer([], [4, 5])]
@@ -63,12 +63,12 @@ def test_rows_on_disk(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_the_most_frequent_tokens_of_answers():
+def test_most_frequent_answer_tokens_are_found():
     some = [rows.of_answer([9, 9, 9], [3, 3, 5]), rows.of_answer([], [5, 5, 1])]
     assert rows.frequent(some, 2, 10).tolist() == [3, 5]
 
 
-def test_the_target_writes_chats(tmp_path):
+def test_target_generates_chats(tmp_path):
     """Questions come after the template's text before them, and answers after the text that it puts after questions."""
     tokenizer = chatty()
     frame = writing.frame_of(tokenizer)
@@ -88,7 +88,7 @@ def test_the_target_writes_chats(tmp_path):
 
 
 @pytest.mark.parametrize("ended", [4, 5, 6])
-def test_what_is_asked_twice_is_answered_at_another_temperature(monkeypatch, ended):
+def test_repeated_question_is_answered_at_different_temperature(monkeypatch, ended):
     """A question that is asked twice is answered at another temperature; a second greedy answer would be the same."""
     asked = []
 
@@ -102,7 +102,7 @@ def test_what_is_asked_twice_is_answered_at_another_temperature(monkeypatch, end
     assert len({prompt for prompt, _ in asked[1]}) == ended
 
 
-def test_what_was_written_is_not_written_again(tmp_path, monkeypatch):
+def test_generated_chats_are_reused(tmp_path, monkeypatch):
     monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"folder": tmp_path, "steps": 1, "depth": 1, "step_tokens": 4096, "written_tokens": 40, "length": 128}
@@ -127,7 +127,7 @@ def questions(file, count):
     return file
 
 
-def test_the_target_answers_questions(tmp_path, monkeypatch):
+def test_target_answers_questions_from_data(tmp_path, monkeypatch):
     """Each question is answered once, a round at a time, every other one greedily.
 
     Earlier answers in a chat are learned separately.
@@ -165,7 +165,7 @@ def test_the_target_answers_questions(tmp_path, monkeypatch):
     jspec.train_drafter(TARGET, tokenizer, **options)
 
 
-def test_the_target_answers_beside_its_own_chats(tmp_path, monkeypatch):
+def test_own_chats_and_answers_may_be_combined(tmp_path, monkeypatch):
     """The target's own chats come first, so a folder with only those is the beginning of one with both."""
     monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
@@ -178,7 +178,7 @@ def test_the_target_answers_beside_its_own_chats(tmp_path, monkeypatch):
     assert both[: len(own)] == own and len(both) == len(own) + 1
 
 
-def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
+def test_texts_of_earlier_run_are_usable_as_data(tmp_path, monkeypatch):
     monkeypatch.setattr("jspec.training.train._WRITERS", 6)
     monkeypatch.setattr("jspec.training.train._ANSWER", 12)
     options = {"steps": 1, "depth": 1, "step_tokens": 512, "length": 128}
@@ -203,7 +203,7 @@ def test_what_an_earlier_training_wrote_is_data(tmp_path, monkeypatch):
     assert not (tmp_path / "half").exists() and not (tmp_path / "none").exists()
 
 
-def test_what_rows_and_targets_are_told_apart_by():
+def test_digests_and_fingerprints_are_distinct():
     some = [rows.of_answer([1], [2, 3]), rows.of_answer([4], [5])]
     others = [
         some[:1],
@@ -220,7 +220,7 @@ def test_what_rows_and_targets_are_told_apart_by():
     assert len(found) == 4 and target_states.fingerprint(toys.tiny_llama(0, 1, vocab_size=261)) in found
 
 
-def test_data_that_is_none(tmp_path):
+def test_invalid_data_is_rejected(tmp_path):
     empty, strange = tmp_path / "empty.txt", tmp_path / "strange.txt"
     empty.write_text("")
     strange.write_bytes(b"abc\xff")
@@ -251,19 +251,19 @@ def test_data_that_is_none(tmp_path):
         ({"data": []}, "data names no file; pass at least one"),
     ],
 )
-def test_recipes_that_are_none(tmp_path, change, message):
+def test_invalid_recipes_are_rejected(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(TARGET, chatty(), folder=tmp_path / "run", **change)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_cannot_be_trained_is_said_before_anything_is_written(tmp_path):
+def test_untrainable_model_is_rejected_before_writing(tmp_path):
     with pytest.raises(ValueError, match="the target's layers are int8; load it without quantising"):
         jspec.train_drafter(jspec.quantize(TARGET), chatty(), "model", folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_where_there_is_no_room_nothing_is_left(tmp_path, monkeypatch):
+def test_full_disk_leaves_no_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -17,7 +17,7 @@ def trained(devices, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_training_is_that_of_one_device(tmp_path, kind, report):
+def test_training_on_several_devices_equals_one_device(tmp_path, kind, report):
     data = chats(tmp_path / "chats.jsonl")
     alone, divided = (trained(count, tmp_path / str(count), data, 0, kind) for count in (1, 4))
     begun = trained(4, tmp_path / "moved", data, 4, kind)

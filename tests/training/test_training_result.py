@@ -11,7 +11,7 @@ from support import eagle_heads, toys
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def test_prompts_of_all_lengths_are_one_program(monkeypatch):
+def test_prompts_of_all_lengths_share_one_program(monkeypatch):
     """Prompts of all lengths share one program.
 
     Each has another width if it is encoded alone, and compiling takes longer than the whole measurement.

@@ -34,7 +34,7 @@ def run(folder, steps, stop_at=None, stored=False):
     )
 
 
-def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
+def test_resumed_run_makes_same_steps(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run(whole, 9)
     for stop in (2, 8):  # before the first checkpoint, and after one
@@ -48,7 +48,7 @@ def test_a_run_that_was_stopped_makes_the_same_steps(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
+def test_full_disk_keeps_previous_checkpoint(tmp_path, monkeypatch, caplog):
     """Orbax fails on a full disk like this: half a checkpoint remains, and it logs the error that it raises."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run(whole, 9)
@@ -70,7 +70,7 @@ def test_a_full_disk_leaves_the_state_before(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("few", [False, True])
-def test_stored_states_are_those_that_are_computed(tmp_path, few):
+def test_stored_states_equal_computed_states(tmp_path, few):
     """Stored states equal computed ones up to bfloat16 rounding, and they are not computed twice."""
     train = batches.Plan(some_rows(10), 64, 0)
     store = target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
@@ -98,7 +98,7 @@ def test_stored_states_are_those_that_are_computed(tmp_path, few):
         target_states.StoredStates(tmp_path, train, (0, 2), "toy", few)
 
 
-def test_a_shard_that_was_deleted_is_written_anew(tmp_path, monkeypatch):
+def test_deleted_shard_is_rewritten(tmp_path, monkeypatch):
     """Only the deleted shard is written again."""
     monkeypatch.setattr(target_states, "_SHARD_BYTES", 0)
     train = batches.Plan(some_rows(4), 64, 0)

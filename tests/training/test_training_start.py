@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hydra", "model"])
-def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
+def test_training_continues_from_drafter(tmp_path, kind):
     data, options = chats(tmp_path / "chats.jsonl"), {"steps": 1, "depth": 2, "step_tokens": 512, "draft_vocab": 100}
     first = jspec.train_drafter(LONG, chatty(), kind, data, folder=tmp_path / "first", **options)
     options |= {"rate": 1e-9, "draft_vocab": 50, "folder": tmp_path / "next"}
@@ -55,13 +55,13 @@ def test_a_training_goes_on_with_a_drafter(tmp_path, kind):
         (lambda: TARGET, {"kind": "model"}, "The draft's vocabulary has 8 tokens and the target's 261"),
     ],
 )
-def test_what_a_training_cannot_go_on_with(tmp_path, start, options, message):
+def test_incompatible_start_is_rejected(tmp_path, start, options, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(LONG, chatty(), data="none.txt", folder=tmp_path / "run", start=start(), **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_fixed_in_a_drafter_tells_it_from_another():
+def test_fingerprint_includes_fixed_settings():
     """Drafters with the same weights but other fixed settings have different fingerprints."""
     head, target = eagle_heads.eagle(TARGET, 3, features=(1,)), fingerprint(TARGET)
     other = eagle_heads.eagle(TARGET, 3, features=(2,))
