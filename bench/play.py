@@ -84,7 +84,7 @@ def fans(play: Play, accept: Any, children: int, replacement: bool) -> np.ndarra
     draft = play.subject.draft
     if isinstance(draft, jspec.TokenRecyclingDrafter):
         out = joined(play.drafted(draft, accept=accept, record=True)())
-        return np.cumsum(by_rank(out, draft.tree, draft.num_likeliest))
+        return np.cumsum(by_rank(out, draft.tree, draft.num_top_tokens))
     trees = [jspec.Tree.branching((count,)) for count in range(1, children + 1)]
     outs = [joined(play.drafted(branching(draft, tree, replacement), accept=accept)()) for tree in trees]
     return np.array([float(acceptance_rates([out])[0]) for out in outs])

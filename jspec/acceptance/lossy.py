@@ -140,9 +140,9 @@ class Relaxed(Rule):
 
     def accept(self, keys: Array, start: Array, draft: Draft, target_probs: Array) -> Verdict:
         p = target_probs[:, :-1]
-        likeliest = lax.top_k(p, min(self.beta, p.shape[-1]))[0]
-        near = p >= likeliest[..., :1] * math.exp(-self.tau)
-        return _accept_set(keys, start, draft, target_probs, (p >= likeliest[..., -1:]) & (p > 0) & near)
+        top_probs = lax.top_k(p, min(self.beta, p.shape[-1]))[0]
+        near = p >= top_probs[..., :1] * math.exp(-self.tau)
+        return _accept_set(keys, start, draft, target_probs, (p >= top_probs[..., -1:]) & (p > 0) & near)
 
 
 def accept_longest(

@@ -22,7 +22,7 @@ from jspec.decoding.recording import of_round
 from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
 from jspec.decoding.verify import TargetOutput, last_token, verify
 from jspec.drafters.base import Context, Drafter, TargetView, is_user_defined, kind_of, tree_of
-from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.capabilities import embeddings_of, features_of, num_top_tokens_of
 from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.drafts import as_draft, is_out_of_vocab, mask_draft
@@ -150,12 +150,12 @@ def _propose(
 
 def _target_signals(target: Llama, drafter: Drafter[PyTree], read: TargetOutput) -> TargetSignals:
     """Return the target's output over the draft, as far as the drafter requests it."""
-    likeliest = None
-    if count := num_likeliest_of(drafter):
-        likeliest = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
+    top_tokens = None
+    if count := num_top_tokens_of(drafter):
+        top_tokens = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]
     if features_of(drafter):
-        return TargetSignals(read.hidden, read.features, likeliest, target)
-    return TargetSignals(read.hidden, likeliest=likeliest)
+        return TargetSignals(read.hidden, read.features, top_tokens, target)
+    return TargetSignals(read.hidden, top_tokens=top_tokens)
 
 
 def _noise(rule: Rule, params: RequestParams, positions: Array, vocab_size: int, tree: AnyTree) -> Array:

@@ -21,6 +21,7 @@ from jspec.core.tree import DynamicTree, Tree
 from jspec.core.types import Draft, PyTree, Verdict, passed
 from jspec.drafters.declared import default
 from jspec.drafters.draft_length import DraftLength
+from jspec.drafters.former_names import former_num_top_tokens
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TakingSignals, TargetSignals
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
@@ -98,7 +99,7 @@ class Drafter(Generic[State]):
     A drafter need not derive from this class. A method without a `signals` parameter takes the requested signals as
     separate arguments: ``init(tokens, num_slots, features, lengths, target)``,
     ``read(state, tokens, start, count, features, target)`` and
-    ``commit(state, draft, verdict, hidden, features, target, likeliest)``. Each method receives only the signals that
+    ``commit(state, draft, verdict, hidden, features, target, top_tokens)``. Each method receives only the signals that
     the drafter requests.
     """
 
@@ -150,9 +151,9 @@ class Drafter(Generic[State]):
         return ()
 
     @default
-    def num_likeliest(self) -> int:
+    def num_top_tokens(self) -> int:
         """The number n of most likely next tokens, under the verifying model, that `commit` receives for each token."""
-        return 0
+        return former_num_top_tokens(self)
 
     @default
     def embeddings(self) -> Array | None:

@@ -14,9 +14,9 @@ def features_of(drafter: object) -> tuple[int, ...]:
     return tuple(declared(drafter).features)
 
 
-def num_likeliest_of(drafter: object) -> int:
+def num_top_tokens_of(drafter: object) -> int:
     """Return the number of the target's most likely tokens that a drafter requests; 0 for most drafters."""
-    return declared(drafter).num_likeliest
+    return declared(drafter).num_top_tokens
 
 
 def embeddings_of(drafter: object) -> Array | None:
@@ -75,8 +75,8 @@ class WrapperDrafter(Drafter[State]):
         return features_of(self.draft)
 
     @property
-    def num_likeliest(self) -> int:
-        return declared(self.draft).num_likeliest
+    def num_top_tokens(self) -> int:
+        return declared(self.draft).num_top_tokens
 
     @property
     def embeddings(self) -> Array | None:

@@ -10,6 +10,7 @@ import jax
 from jax import Array
 
 from jspec.core.types import pytree
+from jspec.drafters.former_names import as_named_by, to_current
 from jspec.models.llama import Llama
 
 Result = TypeVar("Result")
@@ -61,36 +62,41 @@ class TargetSignals:
     Attributes:
         hidden: ``[B, N + 1, E]``, the hidden states before the final norm.
         features: ``[B, N + 1, F, E]``, the hidden states that a drafter's `features` request.
-        likeliest: ``int32[B, N + 1, n]``, the most likely next tokens in descending order, for a drafter with
-            `num_likeliest`. If the vocabulary has V < n tokens, the last axis has only V entries.
+        top_tokens: ``int32[B, N + 1, n]``, the most likely next tokens in descending order, for a drafter with
+            `num_top_tokens`. If the vocabulary has V < n tokens, the last axis has only V entries.
         target: the target, for a drafter with `features`.
     """
 
     hidden: Array
     features: Array | None = None
-    likeliest: Array | None = None
+    top_tokens: Array | None = None
     target: Llama | None = None
+
+    @property
+    def likeliest(self) -> Array | None:
+        """The former name of `top_tokens`, for drafters that still use it."""
+        return self.top_tokens
 
     def states(self) -> tuple[Array, Llama]:
         """Return `features` and `target`, for a drafter that requests features."""
         return _requested(self.features, self.target)
 
-    def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...], num_likeliest: int) -> Self:
-        """Select the signals for a part that requests `wanted` and `num_likeliest`. See `PromptSignals.for_part`."""
-        likeliest = None if self.likeliest is None or not num_likeliest else self.likeliest[..., :num_likeliest]
+    def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...], num_top_tokens: int) -> Self:
+        """Select the signals for a part that requests `wanted` and `num_top_tokens`. See `PromptSignals.for_part`."""
+        top_tokens = None if self.top_tokens is None or not num_top_tokens else self.top_tokens[..., :num_top_tokens]
         if not wanted:
-            return dataclasses.replace(self, features=None, likeliest=likeliest, target=None)
-        return dataclasses.replace(self, features=_columns(self.features, features, wanted), likeliest=likeliest)
+            return dataclasses.replace(self, features=None, top_tokens=top_tokens, target=None)
+        return dataclasses.replace(self, features=_columns(self.features, features, wanted), top_tokens=top_tokens)
 
     def map(self, select: Callable[[Array], Array]) -> Self:
         """Apply `select`, which picks nodes, to all arrays ``[B, N + 1, ...]``."""
-        features, likeliest, hidden = jax.tree.map(select, (self.features, self.likeliest, self.hidden))
-        return dataclasses.replace(self, hidden=hidden, features=features, likeliest=likeliest)
+        features, top_tokens, hidden = jax.tree.map(select, (self.features, self.top_tokens, self.hidden))
+        return dataclasses.replace(self, hidden=hidden, features=features, top_tokens=top_tokens)
 
     @property
     def arguments(self) -> tuple[tuple[Array, ...], dict[str, Array | Llama]]:
         """`hidden` as a positional argument, and the other signals that are not None as keyword arguments."""
-        return (self.hidden,), _given(features=self.features, likeliest=self.likeliest, target=self.target)
+        return (self.hidden,), _given(features=self.features, top_tokens=self.top_tokens, target=self.target)
 
 
 def _requested(features: Array | None, target: Llama | None) -> tuple[Array, Llama]:
@@ -113,7 +119,7 @@ def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Re
     """Return a drafter's `init`, `read` or `commit`, as `name` says, so that it can be called in both forms.
 
     In one form, the last argument is `signals`. In the other, the method receives what it requests as separate
-    arguments: ``hidden``, ``features``, ``lengths``, ``likeliest`` and ``target``. A method has the first form if it
+    arguments: ``hidden``, ``features``, ``lengths``, ``top_tokens`` and ``target``. A method has the first form if it
     has a parameter `signals`, and otherwise the second. A call in the other form is translated.
     """
     parameter = inspect.signature(method).parameters.get("signals")
@@ -122,12 +128,12 @@ def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Re
     def in_both_forms(*args: object, **kwargs: object) -> Result:
         if "signals" not in kwargs and not (args and isinstance(args[-1], PromptSignals | TargetSignals)):
             if parameter is None:
-                return method(*args, **kwargs)
-            args, kwargs = _packed(name, args, kwargs)
+                return method(*args, **as_named_by(method, kwargs))
+            args, kwargs = _packed(name, args, to_current(kwargs))
         *others, signals = args if "signals" not in kwargs else (*args, kwargs.pop("signals"))
         if parameter is None:
             more, requested = cast(PromptSignals | TargetSignals, signals).arguments
-            return method(*others, *more, **kwargs, **requested)
+            return method(*others, *more, **kwargs, **as_named_by(method, requested))
         if kwargs or parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             return method(*others, **kwargs, signals=signals)
         return method(*others, signals, **kwargs)

@@ -20,14 +20,14 @@ class Judge(NamedTuple):
     Attributes:
         log_probs: ``float32[B, S, D]``, at position t for the token t + 1, normalised over those D tokens.
         covered: ``float32[B, S]``, the share of the whole distribution that those D tokens have.
-        likeliest: ``int32[B, S]``, the index of the target's most likely token among the D tokens, or D if it is not
+        top_token: ``int32[B, S]``, the index of the target's most likely token among the D tokens, or D if it is not
             among them.
         learned: ``bool[B, S]``, the tokens to learn.
     """
 
     log_probs: Array
     covered: Array
-    likeliest: Array
+    top_token: Array
     learned: Array
 
 
@@ -62,7 +62,7 @@ def judge(target: Llama, target_states: TargetStates, draft_ids: Array | None, l
     guess = few.argmax(-1)
     # Both sums share terms, but different rounding could make the sum over some tokens exceed the sum over all.
     covered = jnp.minimum(1, jnp.exp(jax.nn.logsumexp(few, axis=-1) - stats.log_mass))
-    same = jnp.take(draft_ids, guess) == stats.likeliest
+    same = jnp.take(draft_ids, guess) == stats.top_token
     return Judge(log_probs(few), covered, jnp.where(same, guess, draft_ids.size), learned)
 
 
@@ -89,7 +89,7 @@ def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss)
         return jnp.where(meant, values, 0).sum() / count
 
     kept = covered_acceptance(log_p, log_q, covered)
-    same = (judge.likeliest[:, offset : offset + size] == log_q.argmax(-1)).astype(jnp.float32)
+    same = (judge.top_token[:, offset : offset + size] == log_q.argmax(-1)).astype(jnp.float32)
     return loss(log_p, log_q, covered, mean), mean(kept), mean(same), meant.sum(dtype=jnp.float32)
 
 

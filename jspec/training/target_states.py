@@ -24,6 +24,7 @@ from jspec.training.dataset import digest, write_arrays, write_text
 
 _SHARD_BYTES = 256 * 2**20
 _DESCRIPTION = "states.json"
+_STATS = ".likeliest", ".log_mass"  # the names in the files of the fields of `DistributionStats`
 
 
 class TargetStates(NamedTuple):
@@ -44,11 +45,11 @@ class DistributionStats(NamedTuple):
     """Statistics of the target's distributions over all V tokens, to measure a drafter that drafts fewer tokens.
 
     Attributes:
-        likeliest: ``int32[B, S]``, the most likely token.
+        top_token: ``int32[B, S]``, the most likely token.
         log_mass: ``float32[B, S]``, the log of the sum of the exponentials of all logits.
     """
 
-    likeliest: Array
+    top_token: Array
     log_mass: Array
 
 
@@ -144,7 +145,7 @@ class StoredStates:
                     DistributionStats,
                     jax.jit(distribution_stats)(target, jnp.asarray(whole[:, :, -1], target.dtype)),
                 )
-                kept |= {f".{name}": np.asarray(part) for name, part in stats._asdict().items()}
+                kept |= {name: np.asarray(part) for name, part in zip(_STATS, stats, strict=True)}
             for place, number in enumerate(batch.numbers):
                 if number >= 0:
                     size = len(self._plan.rows[cast(int, number)].tokens)
@@ -161,7 +162,7 @@ class StoredStates:
             if number < 0:
                 continue
             with safe_open(self._places[int(number)], framework="numpy") as handle:
-                for name in ("", *(f".{field}" for field in DistributionStats._fields if self._few)):
+                for name in ("", *(_STATS if self._few else ())):
                     part = cast(np.ndarray, handle.get_tensor(f"{number}{name}"))
                     whole.setdefault(name, np.zeros((*batch.tokens.shape, *part.shape[1:]), part.dtype))
                     whole[name][place, : len(part)] = part

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from jspec.core.types import Verdict, pytree
 from jspec.decoding.validate_arguments import check_rule
 from jspec.drafters import AutoregressiveDrafter, Stateless
 from jspec.drafters.base import Drafter, is_user_defined, kind_of
+from jspec.drafters.capabilities import num_top_tokens_of
 from jspec.drafters.chunked_prefill import begin, can_read, prefill_chunk
 from jspec.drafters.draft_length import DEFAULT, as_draft_length
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
@@ -33,7 +35,7 @@ OPTIONAL = {
     "tree": jspec.Tree((0, 0)),
     "replacement": True,
     "features": (1,),
-    "num_likeliest": 3,
+    "num_top_tokens": 3,
     "embeddings": "vectors",
     "has_confidence": True,
     "unrolled": True,
@@ -58,7 +60,7 @@ class Plain:
 class Full(Plain):
     """A drafter that requests everything."""
 
-    features, num_likeliest = (1,), 3
+    features, num_top_tokens = (1,), 3
 
     def init(self, tokens, num_slots, features, lengths, target):
         return tokens, num_slots, features, lengths, target
@@ -69,8 +71,8 @@ class Full(Plain):
     def extend(self, carry, tokens, level, context):
         raise AssertionError
 
-    def commit(self, state, draft, verdict, hidden, features, target, likeliest):
-        return hidden, features, target, likeliest
+    def commit(self, state, draft, verdict, hidden, features, target, top_tokens):
+        return hidden, features, target, top_tokens
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
@@ -86,6 +88,24 @@ def test_optional_attribute_overrides_default(name):
     ):
         assert getattr(one, name) is OPTIONAL[name] and as_drafter(one) is one
     assert getattr(type("Bare", (Stateless,), {})(), name) == default
+
+
+FORMER = types.SimpleNamespace(num_likeliest=3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: type("Given", (Plain,), {"num_likeliest": 3})(),
+        lambda: type("Given", (Plain,), {"__getattr__": lambda _, name: getattr(FORMER, name)})(),
+        lambda: type("Given", (Stateless,), {"num_likeliest": 3})(),
+        lambda: type("Given", (Stateless,), {"num_likeliest": property(lambda _: 3)})(),
+        lambda: dataclasses.make_dataclass("Given", ["num_likeliest"], bases=(Stateless,))(3),
+    ],
+    ids=["free", "forwarded", "attribute", "property", "field"],
+)
+def test_former_name_of_num_top_tokens_works(make):
+    assert num_top_tokens_of(as_drafter(make())) == 3
 
 
 def test_only_adapters_probe_for_missing_attributes():
@@ -118,8 +138,8 @@ def test_methods_receive_requested_signals_as_arguments():
     assert prefill_chunk(full, (), "tokens", 1, 2, chunk) == ("tokens", 1, 2, "features", "target")
     assert prefill_chunk(plain, "state", "tokens", 1, 2, NO_SIGNALS) == "state"
     assert plain.commit((), None, None, TargetSignals("hidden")) == "hidden"
-    signals = TargetSignals("hidden", "features", "likeliest", "target")
-    assert full.commit((), None, None, signals) == ("hidden", "features", "target", "likeliest")
+    signals = TargetSignals("hidden", "features", "top tokens", "target")
+    assert full.commit((), None, None, signals) == ("hidden", "features", "target", "top tokens")
     static = type("Static", (Stateless,), {"init": staticmethod(lambda tokens, num_slots: tokens)})
     assert static().init("tokens", 5, NO_SIGNALS) == "tokens"
 

@@ -41,7 +41,7 @@ def test_candidates_come_from_target_predictions_in_window(window, ngram, count)
         draft, state = propose(drafter, state, context(text, lengths, vocab_size), tree.max_depth)
         probs, tokens = np.array(draft.probs), np.array(draft.tokens)
         assert not probs[:, first:].any()  # the window is read but not verified
-        accepted, likeliest = rng.integers(0, ngram, rows), rng.integers(vocab_size, size=(rows, tree.size + 1, 1))
+        accepted, top_tokens = rng.integers(0, ngram, rows), rng.integers(vocab_size, size=(rows, tree.size + 1, 1))
         for b in range(rows):
             said = text[b, : lengths[b]].tolist()
             expected = guesses(said, pools[b], count, ngram)
@@ -54,12 +54,12 @@ def test_candidates_come_from_target_predictions_in_window(window, ngram, count)
                 np.testing.assert_array_equal(held.flat[1:], windows[b].flat[1:])
             assert set(held.flat) <= set(said) | set(range(vocab_size) if windows[b] is not None else ())
             newest = np.append(0, np.arange(first + 1, tree.size + 1)).reshape(held.shape)[-1]
-            columns = np.vstack([held, likeliest[b, newest, 0]])
+            columns = np.vstack([held, top_tokens[b, newest, 0]])
             new = [tuple(column) for column in columns.T.tolist()]
             pools[b] = [*new, *(gram for gram in pools[b] if gram not in new)]
             windows[b] = np.roll(columns[1:], -accepted[b], axis=1)
         verdict = Verdict(jnp.asarray(accepted, jnp.int32), jnp.zeros(rows, jnp.int32))
-        state = commit(state, draft, verdict, TargetSignals(None, likeliest=jnp.asarray(likeliest, jnp.int32)))
+        state = commit(state, draft, verdict, TargetSignals(None, top_tokens=jnp.asarray(top_tokens, jnp.int32)))
         lengths = lengths + accepted + 1
     assert seen > 15
 

@@ -70,7 +70,7 @@ def test_recycling_table_holds_latest_top_tokens():
     seen, commit = 0, jax.jit(drafter.commit)
     for _ in range(8):
         draft, state = propose(drafter, state, context(text, lengths, vocab_size), tree.max_depth)
-        likeliest = rng.permuted(np.tile(np.arange(vocab_size), (rows, tree.size + 1, 1)), axis=-1)
+        top_tokens = rng.permuted(np.tile(np.arange(vocab_size), (rows, tree.size + 1, 1)), axis=-1)
         for b in range(rows):
             tokens = text[b, : lengths[b]].tolist()
             guesses = {0: tokens[-1]}
@@ -84,8 +84,8 @@ def test_recycling_table_holds_latest_top_tokens():
                 seen += guesses[node] is not None
             for node in reversed(range(tree.size + 1)):
                 if guesses[node] is not None:
-                    known[b][guesses[node]] = likeliest[b, node].tolist()
-        state = commit(state, draft, None, TargetSignals(None, likeliest=jnp.asarray(likeliest, jnp.int32)))
+                    known[b][guesses[node]] = top_tokens[b, node].tolist()
+        state = commit(state, draft, None, TargetSignals(None, top_tokens=jnp.asarray(top_tokens, jnp.int32)))
         lengths = lengths + rng.integers(1, 4, size=rows)
     assert seen > 100
 
@@ -96,7 +96,7 @@ def test_recycling_evicts_oldest_tokens(monkeypatch):
     state = drafter.init(jnp.zeros((1, 1), jnp.int32), 9)
     for first in range(3):
         draft, state = propose(drafter, state, context([[first]], [1], 16), drafter.tree.max_depth)
-        state = drafter.commit(state, draft, None, TargetSignals(None, likeliest=jnp.full((1, 4, 8), 15)))
+        state = drafter.commit(state, draft, None, TargetSignals(None, top_tokens=jnp.full((1, 4, 8), 15)))
     known = set(state[0].tokens[0].tolist())
     assert state[0].tokens.shape == (1, 8) and {1, 2} <= known and 0 not in known
 
@@ -246,7 +246,7 @@ def test_invalid_drafters_are_rejected(prompts, error, message, make):
 
 
 def test_cascade_rejects_part_that_needs_top_tokens():
-    curious = type("Curious", (Starts,), {"num_likeliest": 2})(jnp.zeros(8))
+    curious = type("Curious", (Starts,), {"num_top_tokens": 2})(jnp.zeros(8))
     with pytest.raises(TypeError, match="is of type Curious, which needs values other than tokens"):
         jspec.CascadeDrafter(MODEL, curious)
 

@@ -39,13 +39,37 @@ class Returns(Stateless):
 
 
 def test_calls_in_other_form_are_translated():
-    signals = TargetSignals("hidden", "features", "likeliest", "target")
+    signals = TargetSignals("hidden", "features", "top tokens", "target")
     for one in (Returns(), type("Both", (Forwards, Returns), {})()):
         assert one.commit((), None, None, signals) == one.commit((), None, None, signals=signals) == signals
-        requested = {"features": "features", "likeliest": "likeliest", "target": "target"}
-        assert one.commit((), None, None, "hidden", **requested) == signals
+        for name in ("top_tokens", "likeliest"):
+            requested = {"features": "features", name: "top tokens", "target": "target"}
+            assert one.commit((), None, None, "hidden", **requested) == signals
         assert one.init("tokens", 5) == NO_SIGNALS
         assert one.init("tokens", 5, features="features").features == "features"
+
+
+def test_former_name_of_top_tokens_works():
+    class Former(Stateless):
+        def commit(self, state, draft, verdict, hidden, likeliest):
+            return likeliest
+
+    class Requests(Stateless):
+        num_likeliest = 1
+
+        def commit(self, state, draft, verdict, hidden, **requested):
+            return requested["likeliest"]
+
+    class Current(Stateless):
+        def commit(self, state, draft, verdict, hidden, top_tokens):
+            return top_tokens
+
+    signals = TargetSignals("hidden", top_tokens="top tokens")
+    assert signals.likeliest == "top tokens"
+    for one in (Former(), Requests(), Current(), type("Both", (Forwards, Former), {})()):
+        assert one.commit((), None, None, signals) == "top tokens"
+        for name in ("top_tokens", "likeliest"):
+            assert one.commit((), None, None, "hidden", **{name: "top tokens"}) == "top tokens"
 
 
 def test_method_read_from_class_belongs_to_that_class():

@@ -168,7 +168,7 @@ def test_lossy_rule_reports_distortion(shallow):
     assert free.distortion > 0 and keyed.distortion == 0
 
 
-def check_likeliest(logits, tokens, logprobs, tops, count):
+def check_top_logprobs(logits, tokens, logprobs, tops, count):
     """Check the log-probabilities reported for `tokens`, which were sampled from ``logits[N, V]``."""
     raw = scipy.special.log_softmax(logits, axis=-1)
     np.testing.assert_allclose(logprobs, raw[np.arange(len(tokens)), tokens], atol=1e-5)
@@ -197,10 +197,10 @@ def test_top_logprobs_and_prompt_logprobs_are_raw(engine, models):
         text[0, : len(request.tokens) + len(result.tokens)] = (*request.tokens, *result.tokens)
         logits, size = np.asarray(plain(models[0], text))[0], len(request.tokens)
         tops = result.top_logprobs or [[]] * len(result.tokens)
-        check_likeliest(logits[size - 1 :][: len(result.tokens)], result.tokens, result.raw_logprobs, tops, n)
+        check_top_logprobs(logits[size - 1 :][: len(result.tokens)], result.tokens, result.raw_logprobs, tops, n)
         if request.prompt_logprobs:
             assert np.isnan(result.prompt_logprobs[0]) and result.prompt_top_logprobs[0] == [] and not result.cached
-            check_likeliest(
+            check_top_logprobs(
                 logits[: size - 1], request.tokens[1:], result.prompt_logprobs[1:], result.prompt_top_logprobs[1:], n
             )
         else:

@@ -173,23 +173,23 @@ def test_unsupported_models_and_combinations_are_rejected(prompts):
             make()
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_likeliest"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_top_tokens"])
 @dataclasses.dataclass(frozen=True)
 class Curious:
     """A drafter that drafts nothing and remembers the target's most likely tokens."""
 
-    num_likeliest: int
+    num_top_tokens: int
     vocab_size = max_positions = None
 
     def init(self, tokens, num_slots):
-        return jnp.zeros((len(tokens), 4, self.num_likeliest), jnp.int32)
+        return jnp.zeros((len(tokens), 4, self.num_top_tokens), jnp.int32)
 
     def propose(self, state, context, num_draft_tokens):
         tokens = jnp.zeros((len(state), num_draft_tokens), jnp.int32)
         return one_hot_draft(tokens, tokens > 0, context), state
 
-    def commit(self, state, draft, verdict, hidden, likeliest):
-        return likeliest
+    def commit(self, state, draft, verdict, hidden, top_tokens):
+        return top_tokens
 
 
 def test_each_part_receives_its_own_number_of_top_tokens(prompts):

@@ -6,7 +6,7 @@ from jax import Array
 
 from jspec.core.types import Draft, PyTree, Verdict, pytree
 from jspec.drafters.base import Drafter, DraftSource, declared
-from jspec.drafters.capabilities import features_of, features_of_all, least, max_chain_length_of, num_likeliest_of
+from jspec.drafters.capabilities import features_of, features_of_all, least, max_chain_length_of, num_top_tokens_of
 from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.drafts import shared_vocabulary
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
@@ -49,8 +49,8 @@ class PairDrafter(Drafter[Pair]):
         return features_of_all(*self.parts)
 
     @property
-    def num_likeliest(self) -> int:
-        return max(map(num_likeliest_of, self.parts))
+    def num_top_tokens(self) -> int:
+        return max(map(num_top_tokens_of, self.parts))
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> Pair:
         first, second = (
@@ -69,7 +69,7 @@ class PairDrafter(Drafter[Pair]):
     def commit(self, state: Pair, draft: Draft, verdict: Verdict, signals: TargetSignals) -> Pair:
         """Pass the verified draft to both parts, regardless of which part proposed it."""
         first, second = (
-            part.commit(own, draft, verdict, signals.for_part(self.features, features_of(part), part.num_likeliest))
+            part.commit(own, draft, verdict, signals.for_part(self.features, features_of(part), part.num_top_tokens))
             for part, own in zip(self.parts, state, strict=True)
         )
         return first, second

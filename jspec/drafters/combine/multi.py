@@ -20,7 +20,7 @@ from jspec.core.row_ops import prefix_mask
 from jspec.core.tree import Tree
 from jspec.core.types import Draft, PyTree, Verdict, check_count
 from jspec.drafters.base import Context, Drafter, DraftSource, declared, kind_of
-from jspec.drafters.capabilities import features_of, features_of_all, least, num_likeliest_of
+from jspec.drafters.capabilities import features_of, features_of_all, least, num_top_tokens_of
 from jspec.drafters.chunked_prefill import prefill_chunk
 from jspec.drafters.drafts import as_draft, mask_draft, shared_vocabulary
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
@@ -117,8 +117,8 @@ class MultiDrafter(Drafter[_States]):
         return features_of_all(*self.parts)
 
     @property
-    def num_likeliest(self) -> int:
-        return max(map(num_likeliest_of, self.parts))
+    def num_top_tokens(self) -> int:
+        return max(map(num_top_tokens_of, self.parts))
 
     @property
     def parts(self) -> tuple[Drafter[PyTree], ...]:
@@ -167,7 +167,7 @@ class MultiDrafter(Drafter[_States]):
         path = mask_draft(Draft(text[:, :-1], probs, valid=before), before, text[:, :-1])
         states: list[PyTree] = []
         for i, (part, own) in enumerate(zip(self.parts, state, strict=True)):
-            mine = signals.for_part(self.features, features_of(part), part.num_likeliest)
+            mine = signals.for_part(self.features, features_of(part), part.num_top_tokens)
             if features_of(part):
                 chain, accepted, next_token = path, verdict.num_accepted, verdict.next_token
                 judged = functools.partial(at_path, verdict=verdict)

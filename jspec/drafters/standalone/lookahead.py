@@ -60,7 +60,7 @@ class LookaheadDrafter(NoPrefill[_State]):
     ngram: int = 3
     guesses: int = 5
     vocab_size = None
-    num_likeliest = 1
+    num_top_tokens = 1
 
     def __post_init__(self) -> None:
         for name in ("window", "ngram", "guesses"):
@@ -111,8 +111,8 @@ class LookaheadDrafter(NoPrefill[_State]):
 
         The window advances by as many tokens as the sequence.
         """
-        assert signals.likeliest is not None, "the drafter has num_likeliest"
-        newest = signals.likeliest[:, _layout(self)[1][-1], 0]
+        assert signals.top_tokens is not None, "the drafter has num_top_tokens"
+        newest = signals.top_tokens[:, _layout(self)[1][-1], 0]
         columns = jnp.concatenate([state.window, newest[:, None]], axis=1)
         grams = jnp.swapaxes(columns, 1, 2)
         again = (state.pool[:, :, None] == grams[:, None]).all(-1).any(-1)  # keep these only once

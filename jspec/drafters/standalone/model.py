@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jspec.core.tree import Branches, Level, Tree
 from jspec.core.types import Draft, PyTree, Verdict, pytree
 from jspec.drafters.base import Context, Drafter, declared, kind_of, own_tree
-from jspec.drafters.capabilities import embeddings_of, features_of, num_likeliest_of
+from jspec.drafters.capabilities import embeddings_of, features_of, num_top_tokens_of
 from jspec.drafters.drafts import last_tokens
 from jspec.drafters.duck_typed import adapted
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
@@ -128,7 +128,7 @@ def as_part(name: str, draft: object, forwards_signals: bool = False) -> Drafter
             "pass a chain drafter, such as the one that draws the tree's tokens."
         )
     embeds = embeddings_of(drafter) is not None
-    if embeds or (not forwards_signals and (features_of(drafter) or num_likeliest_of(drafter))):
+    if embeds or (not forwards_signals and (features_of(drafter) or num_top_tokens_of(drafter))):
         raise TypeError(
             f"{name} is of type {kind_of(drafter)}, which needs values other than tokens from the target, but a "
             f"{'combined drafter' if embeds else 'CascadeDrafter'} does not forward these values; use {name} by itself"

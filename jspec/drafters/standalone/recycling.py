@@ -56,7 +56,7 @@ class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
 
     num_nodes: int = 32
     vocab_size = None
-    num_likeliest = len(_ACCEPTANCE)
+    num_top_tokens = len(_ACCEPTANCE)
 
     def __post_init__(self) -> None:
         check_count("num_nodes", self.num_nodes)
@@ -70,7 +70,7 @@ class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
         """Return an empty table, and the token at node 0 of the last tree, ``int32[B]``."""
         nodes = self.tree.size + 1
         rows = len(tokens), max(nodes, min(_ROWS, num_slots * nodes))
-        empty = _Table(jnp.full(rows, -1, jnp.int32), jnp.full((*rows, self.num_likeliest), -1, jnp.int32))
+        empty = _Table(jnp.full(rows, -1, jnp.int32), jnp.full((*rows, self.num_top_tokens), -1, jnp.int32))
         return empty, jnp.zeros(len(tokens), jnp.int32)
 
     def propose(
@@ -97,12 +97,12 @@ class TokenRecyclingDrafter(NoPrefill[tuple[_Table, Array]]):
         self, state: tuple[_Table, Array], draft: Draft, verdict: Verdict, signals: TargetSignals
     ) -> tuple[_Table, Array]:
         """Insert the rows of all nodes before earlier rounds' rows. If nodes share a token, the first node counts."""
-        likeliest = signals.likeliest
-        assert likeliest is not None, "the drafter has num_likeliest"
+        top_tokens = signals.top_tokens
+        assert top_tokens is not None, "the drafter has num_top_tokens"
         table, last = state
         tokens = jnp.concatenate([last[:, None], jnp.where(is_guess(draft), draft.tokens, -1)], axis=1)
-        missing = self.num_likeliest - likeliest.shape[-1]  # if the vocabulary is small
-        new = _Table(tokens, jnp.pad(likeliest, ((0, 0), (0, 0), (0, missing)), constant_values=-1))
+        missing = self.num_top_tokens - top_tokens.shape[-1]  # if the vocabulary is small
+        new = _Table(tokens, jnp.pad(top_tokens, ((0, 0), (0, 0), (0, missing)), constant_values=-1))
         kept = table.tokens.shape[1]
 
         def before(new: Array, old: Array) -> Array:

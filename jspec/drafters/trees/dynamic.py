@@ -136,7 +136,7 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
             read = jnp.concatenate([read, newest], axis=1)
             branches = Branches(jnp.full(best.shape, depth + 1), seen)
             logits, carry = self.inner.extend(carry, newest, Level(depth + 1, parents, branches), context)
-        draft, slots = self._likeliest(jax.tree.map(_joined, *pools))
+        draft, slots = self._top_nodes(jax.tree.map(_joined, *pools))
         return draft, (self.inner.end(carry), context.lengths - 1, slots)
 
     def commit(self, state: _State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _State:
@@ -155,7 +155,7 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
         greedy = context.transforms.temperature[:, None, None] == 0
         return jnp.where(greedy, jnp.log(probs_of(without_filters(context.transforms))), drawn)
 
-    def _likeliest(self, pool: _Pool) -> tuple[Draft, Array]:
+    def _top_nodes(self, pool: _Pool) -> tuple[Draft, Array]:
         """Return the best nodes as a draft, parents first, and the slots of these nodes, ``int32[B, N + 1]``."""
         batch, missing = len(pool.scores), max(0, self.num_nodes - pool.scores.shape[1])
         padding = _Pool(

@@ -139,10 +139,10 @@ def _siblings(noise: Array, probs: Array, spare: Array | None, count: int, repla
     child_probs: list[Array] = []
     for rank in range(count):
         mass = left.sum(-1, keepdims=True)
-        likeliest = jnp.argmax(spare, axis=-1)
-        one_hot = jnp.where((index == likeliest[..., None]) & (spare > 0), 1.0, 0.0)
+        top_token = jnp.argmax(spare, axis=-1)
+        one_hot = jnp.where((index == top_token[..., None]) & (spare > 0), 1.0, 0.0)
         drawn = sample_with_noise(noise[:, :, rank], left)
-        tokens.append(jnp.where(mass[..., 0] > 0, drawn, likeliest))
+        tokens.append(jnp.where(mass[..., 0] > 0, drawn, top_token))
         # The first child keeps the distribution unchanged: dividing by almost 1 would change its rounding.
         child_probs.append(jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1) if rank else left, one_hot))
         if not replacement:

@@ -1,0 +1,33 @@
+"""Former names that drafters written by users may still use: `num_likeliest`, and `likeliest` in `commit`."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+Value = TypeVar("Value")
+
+_FORMER, _CURRENT = "likeliest", "top_tokens"
+
+
+def former_num_top_tokens(drafter: object) -> int:
+    """Return the number of top tokens that a drafter requests under the attribute's former name, or 0."""
+    return cast(int, getattr(drafter, "num_likeliest", 0))
+
+
+def to_current(arguments: Mapping[str, Value]) -> dict[str, Value]:
+    """Return `arguments` with the current name in place of the former one."""
+    return {_CURRENT if name == _FORMER else name: value for name, value in arguments.items()}
+
+
+def as_named_by(method: Callable[..., object], arguments: Mapping[str, Value]) -> dict[str, Value]:
+    """Return `arguments` under the names that `method` uses.
+
+    The names of the parameters decide. A method without a parameter of either name, such as one that takes
+    ``**requested``, uses the former name if its drafter declares `num_likeliest`.
+    """
+    parameters = inspect.signature(method).parameters
+    if _CURRENT in parameters:
+        return to_current(arguments)
+    if _FORMER in parameters or hasattr(getattr(method, "__self__", None), "num_likeliest"):
+        return {_FORMER if name == _CURRENT else name: value for name, value in arguments.items()}
+    return dict(arguments)
