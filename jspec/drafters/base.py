@@ -230,7 +230,7 @@ class Drafter(Generic[State]):
         raise NotImplementedError
 
 
-class AskingDrafter(Protocol):
+class DrafterLike(Protocol):
     """A drafter that does not derive from `Drafter`, or whose methods take the requested signals as arguments."""
 
     @property
@@ -247,7 +247,7 @@ class AskingDrafter(Protocol):
 
 
 # Anything that a caller may pass as a draft. A combined drafter converts its parts to `Drafter` when it is constructed.
-DraftSource: TypeAlias = Llama | Drafter[PyTree] | AskingDrafter
+DraftSource: TypeAlias = Llama | Drafter[PyTree] | DrafterLike
 
 
 class Stateless(Drafter[State]):

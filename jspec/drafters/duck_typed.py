@@ -5,7 +5,7 @@ from typing import cast
 from jax import Array
 
 from jspec.core.types import Adapter, Draft, PyTree, Verdict, pytree
-from jspec.drafters.base import AskingDrafter, Context, Drafter, is_stateless_init
+from jspec.drafters.base import Context, Drafter, DrafterLike, is_stateless_init
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, taking_signals
 
 
@@ -13,7 +13,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, tak
 class DuckDrafter(Drafter[PyTree], Adapter):
     """An adapter with the attributes and methods of `draft`, and the defaults of `Drafter` for those that it lacks."""
 
-    draft: AskingDrafter
+    draft: DrafterLike
 
     @property
     def original(self) -> object:
@@ -53,4 +53,4 @@ def adapted(draft: object) -> Drafter[PyTree]:
     """Return `draft` as a `Drafter`. Return an object without `propose` unchanged, because validation rejects it."""
     if isinstance(draft, Drafter) or not hasattr(draft, "propose"):
         return cast(Drafter[PyTree], draft)
-    return DuckDrafter(cast(AskingDrafter, draft))
+    return DuckDrafter(cast(DrafterLike, draft))
