@@ -78,7 +78,7 @@ def prefill(model: _Reader, tokens: Array, num_slots: int) -> KVCache:
     """
     batch, width = tokens.shape
     _, read = model.forward(tokens, model.new_cache(batch, width), jnp.zeros(batch, jnp.int32))
-    return enlarged(model.new_cache(batch, num_slots), read)
+    return insert_prefix(model.new_cache(batch, num_slots), read)
 
 
 def prefill_with_features(
@@ -88,16 +88,16 @@ def prefill_with_features(
     batch, width = tokens.shape
     start = jnp.zeros(batch, jnp.int32)
     _, target_features, read = model.forward_with_features(tokens, model.new_cache(batch, width), start, features)
-    return enlarged(model.new_cache(batch, num_slots), read), target_features
+    return insert_prefix(model.new_cache(batch, num_slots), read), target_features
 
 
-def enlarged(rooms: KVCache, read: KVCache) -> KVCache:
-    """Return the larger cache `rooms` with the cache `read` copied to its beginning."""
+def insert_prefix(cache: KVCache, prefix: KVCache) -> KVCache:
+    """Return `cache` with the shorter cache `prefix` copied to its beginning."""
 
-    def copy(room: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice(room, part, (0,) * room.ndim)
+    def copy(slots: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice(slots, part, (0,) * slots.ndim)
 
-    return jax.tree.map(copy, rooms, read)
+    return jax.tree.map(copy, cache, prefix)
 
 
 def own_rows(slots: Array, rows: Array | None) -> Array:

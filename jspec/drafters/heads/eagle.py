@@ -17,7 +17,7 @@ from jspec.drafters.heads import eagle_weights
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
-from jspec.models.kv_cache import KVCache, enlarged
+from jspec.models.kv_cache import KVCache, insert_prefix
 from jspec.models.llama import Llama
 
 
@@ -119,7 +119,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
             pairs = head.embed(tokens[:, 1:], target), head.fuse(features[:, :-1], target)
             narrow = head.new_cache(batch, tokens.shape[1] - 1)
             found, read = head.forward(*pairs, narrow, jnp.zeros(batch, jnp.int32))
-            cache = enlarged(cache, read)
+            cache = insert_prefix(cache, read)
             states = jnp.take_along_axis(found, jnp.maximum(lengths - 2, 0)[:, None, None], axis=1)
         return _Read(cache, states, lengths > 1, lengths)
 

@@ -23,7 +23,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.early_exit import check_layers, run_layers
 from jspec.models.attention import Attention, AttentionContext
-from jspec.models.kv_cache import KVCache, empty_cache, enlarged
+from jspec.models.kv_cache import KVCache, empty_cache, insert_prefix
 from jspec.models.layers import RMSNorm, add_and_norm
 from jspec.models.llama import Llama
 from jspec.models.rope import rope_tables
@@ -139,7 +139,7 @@ class KangarooDrafter(AutoregressiveDrafter[_Read, _Drafting], InOwnFiles):
         batch, width = tokens.shape
         start = jnp.zeros(batch, jnp.int32)
         _, read = self.adapter(features[:, :, 0], self.adapter.new_cache(batch, width), start)
-        return _Read(enlarged(self.adapter.new_cache(batch, num_slots), read), start)
+        return _Read(insert_prefix(self.adapter.new_cache(batch, num_slots), read), start)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
         """Prefill the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
