@@ -42,13 +42,13 @@ class KSeq(Rule):
             return Rejection().accept(keys, start, draft, target_probs)
         by_rank = jnp.stack(sibling_uniforms(keys, start, tree), axis=1)
         uniforms = by_rank[:, tree.sibling_ranks[1:], tree.offsets[1:] - 1]
-        kept, rest = judge_alike(uniforms, draft, target_probs)
+        kept, rest = verify_siblings(uniforms, draft, target_probs)
         num_accepted, path = follow(kept, tree)
-        probs = law_behind_all(end_of(num_accepted, path), rest, target_probs)
+        probs = residual_at(end_of(num_accepted, path), rest, target_probs)
         return Verdict(num_accepted, sample(stream(keys, start + num_accepted, Purpose.TARGET), probs), path=path)
 
 
-def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
+def verify_siblings(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array, Array]:
     """Return which draft tokens are accepted if they are reached, and the part of p that each node's children take.
 
     A child x is accepted with probability ``min(1, p(x) / (rho q(x)))``. The comparison is strict and avoids division.
@@ -78,7 +78,7 @@ def judge_alike(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Arr
     return kept, jnp.minimum(q, p / factor[..., None]) * turns[..., None]
 
 
-def law_behind_all(end: Array, taken: Array, target_probs: Array) -> Array:
+def residual_at(end: Array, taken: Array, target_probs: Array) -> Array:
     """Return the distribution ``[B, V]`` after node ``end[B]`` if none of its children is accepted: p minus `taken`."""
     p, taken = (jnp.take_along_axis(values, end[:, None, None], axis=1)[:, 0] for values in (target_probs, taken))
     return residual(p, taken)

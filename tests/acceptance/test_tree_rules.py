@@ -10,7 +10,7 @@ import pytest
 import jspec
 from jspec import Tree, TreeDrafter
 from jspec.acceptance import k_seq, lossy
-from jspec.acceptance.k_seq import judge_alike, law_behind_all, shared_factor
+from jspec.acceptance.k_seq import residual_at, shared_factor, verify_siblings
 from jspec.drafters import BigramDrafter
 from jspec.rules import RULES, Draft, kept_in_turn, law_behind
 from support import drafters, oracle, toys, walk
@@ -178,8 +178,8 @@ def test_degenerate_siblings_give_no_nan_and_no_impossible_token(u):
     """Two children share one distribution; p and q may be invalid or equal, and tokens may be impossible."""
     kinds, draft, target_probs = degenerate_rows(np.random.default_rng(2), 2_000)
     draft = Draft(draft.tokens[:, :1].repeat(2, 1), draft.probs[:, :1].repeat(2, 1), Tree((0, 0)))
-    kept, rest = jax.jit(judge_alike)(jnp.full(draft.tokens.shape, u, jnp.float32), draft, target_probs)
-    law = np.asarray(law_behind_all(jnp.zeros(len(kinds), jnp.int32), rest, target_probs))
+    kept, rest = jax.jit(verify_siblings)(jnp.full(draft.tokens.shape, u, jnp.float32), draft, target_probs)
+    law = np.asarray(residual_at(jnp.zeros(len(kinds), jnp.int32), rest, target_probs))
     p, token = np.nan_to_num(np.asarray(target_probs[:, 0])), np.asarray(draft.tokens[:, :1])
     assert np.isfinite(law).all() and not ((law > 0) & (p <= 0)).any()
     assert not (np.asarray(kept) & (np.take_along_axis(p, token, 1) <= 0)).any()

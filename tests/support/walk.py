@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.acceptance.k_seq import judge_alike, law_behind_all
+from jspec.acceptance.k_seq import residual_at, verify_siblings
 from jspec.acceptance.traversal import traverse
 from jspec.acceptance.walk import whole
 from jspec.core.tree import Tree
@@ -87,10 +87,10 @@ def ends_of_walk(draft, target_probs, bound=whole):
 
 def ends_of_k_seq(draft, target_probs):
     """Return the same as `ends_of_walk`, for `KSeq`."""
-    judge = jax.jit(lambda u: judge_alike(u, draft, target_probs))
+    judge = jax.jit(lambda u: verify_siblings(u, draft, target_probs))
     thresholds = oracle.acceptance_thresholds(lambda u: np.asarray(judge(u)[0]), draft.tokens.shape)
     taken_of = judge(np.zeros(draft.tokens.shape))[1]
-    return walked(draft, thresholds, lambda end: law_behind_all(end, taken_of, target_probs))
+    return walked(draft, thresholds, lambda end: residual_at(end, taken_of, target_probs))
 
 
 def walked(draft, thresholds, law):
