@@ -2,7 +2,7 @@
 
 A rule derives from `Rule`, or has the same attributes and methods. A rule that verifies a chain token by token needs
 only a bound (`accept_tokens`). A tree rule verifies siblings one after another (`kept_in_turn`) and follows the
-accepted siblings (`follow`). It then samples the next token from the remaining probability mass (`law_behind`).
+accepted siblings (`follow`). It then samples the next token from the remaining probability mass (`next_probs_at`).
 """
 
 from jspec.acceptance import RULES, Block, Coupled, KSeq, Rejection, Rule, Traversal
@@ -19,13 +19,15 @@ from jspec.acceptance.walk import (
     follow_longest,
     is_guess,
     kept_in_turn,
-    law_behind,
     length_of_prefix,
+    next_probs_at,
     sibling_uniforms,
 )
 from jspec.core.keys import Purpose, of_sibling, positions_from, stream, target_noise, uniform
 from jspec.core.probs import at_tokens, residual, sample, sample_with_noise
 from jspec.core.types import Draft, Verdict
+
+law_behind = next_probs_at  # the former name, for rules written by users
 
 __all__ = [
     "RULES",
@@ -58,9 +60,9 @@ __all__ = [
     "follow_longest",
     "is_guess",
     "kept_in_turn",
-    "law_behind",
     "length_of_prefix",
     "next_probs",
+    "next_probs_at",
     "of_sibling",
     "positions_from",
     "residual",

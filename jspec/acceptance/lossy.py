@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from jspec.acceptance.base import Rule
 from jspec.acceptance.rejection import accept_nodes, accept_tokens
-from jspec.acceptance.walk import along, end_of, excess, follow, follow_longest, kept_in_turn, law_behind
+from jspec.acceptance.walk import along, end_of, excess, follow, follow_longest, kept_in_turn, next_probs_at
 from jspec.core.keys import Purpose, stream
 from jspec.core.probs import sample
 from jspec.core.types import Draft, Verdict, check_between, check_count
@@ -176,7 +176,7 @@ def accept_longest(
     kept, distortion = kept_in_turn([never] * tree.max_children, draft, target_probs, bound)
     num_eldest, eldest = follow(kept, tree)
     num_accepted, path = follow_longest(kept, tree)
-    probs = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
+    probs = next_probs_at(end_of(num_accepted, path), draft, target_probs, bound)
     token = sample(stream(keys, start + num_accepted, Purpose.TARGET), probs)
     steps = jnp.arange(tree.max_depth + 1)
     paid = jnp.where(steps <= num_eldest[:, None], along(distortion, eldest), 0)

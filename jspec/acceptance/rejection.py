@@ -13,8 +13,8 @@ from jspec.acceptance.walk import (
     end_of,
     follow,
     kept_in_turn,
-    law_behind,
     length_of_prefix,
+    next_probs_at,
     sibling_uniforms,
     whole,
 )
@@ -68,7 +68,7 @@ def accept_nodes(keys: Array, start: Array, draft: Draft, target_probs: Array, b
     tree = draft.static_tree
     kept, distortion = kept_in_turn(sibling_uniforms(keys, start, tree), draft, target_probs, bound)
     num_accepted, path = follow(kept, tree)
-    probs = law_behind(end_of(num_accepted, path), draft, target_probs, bound)
+    probs = next_probs_at(end_of(num_accepted, path), draft, target_probs, bound)
     token = sample(stream(keys, start + num_accepted, Purpose.TARGET), probs)
     return Verdict(num_accepted, token, None if bound is whole else along(distortion, path), path)
 

@@ -118,7 +118,7 @@ def excess(taken: Array, left: Array) -> Array:
     return jnp.where(taken > left, taken - left, 0).sum(-1)
 
 
-def law_behind(end: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Array:
+def next_probs_at(end: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Array:
     """Return the distribution ``[B, V]`` after a path: p after rejecting all children of its last node, ``end[B]``."""
     children = jnp.asarray(draft.static_tree.children)[end]
     p = jnp.take_along_axis(target_probs, end[:, None, None], axis=1)[:, 0]

@@ -12,7 +12,7 @@ from jspec import Tree, TreeDrafter
 from jspec.acceptance import k_seq, lossy
 from jspec.acceptance.k_seq import residual_at, shared_factor, verify_siblings
 from jspec.drafters import BigramDrafter
-from jspec.rules import RULES, Draft, kept_in_turn, law_behind
+from jspec.rules import RULES, Draft, kept_in_turn, next_probs_at
 from support import drafters, oracle, toys, walk
 from support.accept import degenerate_rows, random_laws
 from support.walk import CASES, TOLERANCE, drafts, ends_of_walk, joint_law, tables, text_of, texts_behind
@@ -93,7 +93,7 @@ def of_longest(name, replacement):
         rows, keys = len(weights), jnp.broadcast_to(KEYS, len(weights))
         accept = jax.jit(lambda: TYPICAL.accept(keys, jnp.zeros(rows, jnp.int32), draft, behind))
         verdict = jax.device_get(accept())
-        law = jax.jit(lambda end: law_behind(end, draft, behind, bound_of(TYPICAL)))
+        law = jax.jit(lambda end: next_probs_at(end, draft, behind, bound_of(TYPICAL)))
         end = np.pad(verdict.path, ((0, 0), (1, 0)))[np.arange(rows), verdict.num_accepted]
         joint = joint_law(
             tree,

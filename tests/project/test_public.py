@@ -124,6 +124,7 @@ def test_public_names_are_pinned():
         values = [getattr(toolbox, name) for name in toolbox.__all__]
         assert all(inspect.getdoc(value) for value in values if inspect.isclass(value) or inspect.isfunction(value))
     assert {"CheckpointError", "LlamaConfig", "load", "read_config"} <= set(convert.__all__)
+    assert jspec.rules.law_behind is jspec.rules.next_probs_at  # a former name
 
 
 def test_public_signatures_are_pinned():

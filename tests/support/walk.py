@@ -12,7 +12,7 @@ from jspec.acceptance.traversal import traverse
 from jspec.acceptance.walk import whole
 from jspec.core.tree import Tree
 from jspec.core.types import Draft
-from jspec.rules import kept_in_turn, law_behind
+from jspec.rules import kept_in_turn, next_probs_at
 from support import oracle
 from support.accept import random_laws
 
@@ -81,7 +81,7 @@ def ends_of_walk(draft, target_probs, bound=whole):
     """Return for each node the probability ``[R]`` that `Rejection` ends there, and the distribution after it."""
     nodes = range(1, draft.topology.size + 1)
     thresholds = np.stack([threshold(draft, target_probs, node, bound) for node in nodes], axis=1)
-    behind = jax.jit(functools.partial(law_behind, bound=bound))
+    behind = jax.jit(functools.partial(next_probs_at, bound=bound))
     return walked(draft, thresholds, lambda end: behind(end, draft, target_probs))
 
 
