@@ -21,7 +21,7 @@ from jspec.core.tree import DynamicTree, Tree
 from jspec.core.types import Draft, PyTree, Verdict, passed
 from jspec.drafters.declared import default
 from jspec.drafters.draft_length import DraftLength
-from jspec.drafters.former_names import former_num_top_tokens
+from jspec.drafters.former_names import former_needs_prefill, former_num_top_tokens
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TakingSignals, TargetSignals
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
@@ -190,9 +190,9 @@ class Drafter(Generic[State]):
         return type(self).read is not Drafter.read
 
     @default
-    def keeps_nothing(self) -> bool:
-        """Whether the drafter stores nothing about a sequence during prefill, so that it needs no `read`."""
-        return False
+    def needs_prefill(self) -> bool:
+        """Whether the drafter stores something about a sequence during prefill, for which an engine needs `read`."""
+        return former_needs_prefill(self)
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:
         """Return the state before the first round.
@@ -254,9 +254,9 @@ class Stateless(Drafter[State]):
     """A base class, with `init` and `commit`, for drafters that keep no state between rounds."""
 
     @default
-    def keeps_nothing(self) -> bool:
-        """Whether the drafter inherits `init` from this class."""
-        return is_stateless_init(type(self).init)
+    def needs_prefill(self) -> bool:
+        """Whether the drafter overrides `init`."""
+        return not is_stateless_init(type(self).init)
 
     # A subclass whose state is not empty overrides `init`.
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:

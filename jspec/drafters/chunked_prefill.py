@@ -27,8 +27,8 @@ class NoPrefill(Drafter[State]):
     """The `read` method of a drafter that stores nothing about a sequence."""
 
     @default
-    def keeps_nothing(self) -> bool:
-        return True
+    def needs_prefill(self) -> bool:
+        return False
 
     def read(self, state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> State:
         return state
@@ -43,14 +43,14 @@ def leaves_of(drafter: Drafter[PyTree]) -> Iterator[Drafter[PyTree]]:
         yield from leaves_of(adapted(part))
 
 
-def keeps_nothing(drafter: Drafter[PyTree]) -> bool:
-    """Return whether no part of `drafter` stores anything about a sequence."""
-    return all(leaf.keeps_nothing for leaf in leaves_of(drafter))
+def needs_prefill(drafter: Drafter[PyTree]) -> bool:
+    """Return whether any part of `drafter` stores something about a sequence during prefill."""
+    return any(leaf.needs_prefill for leaf in leaves_of(drafter))
 
 
 def can_read(drafter: Drafter[PyTree]) -> bool:
     """Return whether `drafter` can prefill a sequence in pieces."""
-    return all(leaf.can_read or leaf.keeps_nothing for leaf in leaves_of(drafter))
+    return all(leaf.can_read or not leaf.needs_prefill for leaf in leaves_of(drafter))
 
 
 def begin(drafter: Drafter[PyTree], target: Llama, batch: int, num_slots: int) -> PyTree:

@@ -28,8 +28,8 @@ class DuckDrafter(Drafter[PyTree], Adapter):
         return tuple(map(adapted, getattr(self.draft, "parts", ())))
 
     @property
-    def keeps_nothing(self) -> bool:
-        return is_stateless_init(getattr(type(self.draft), "init", None))
+    def needs_prefill(self) -> bool:
+        return not is_stateless_init(getattr(type(self.draft), "init", None))
 
     @property
     def can_read(self) -> bool:

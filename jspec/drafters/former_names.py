@@ -1,4 +1,4 @@
-"""Former names that drafters written by users may still use: `num_likeliest`, and `likeliest` in `commit`."""
+"""Former names that drafters written by users may still use: `num_likeliest`, `likeliest` and `keeps_nothing`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,6 +12,11 @@ _FORMER, _CURRENT = "likeliest", "top_tokens"
 def former_num_top_tokens(drafter: object) -> int:
     """Return the number of top tokens that a drafter requests under the attribute's former name, or 0."""
     return cast(int, getattr(drafter, "num_likeliest", 0))
+
+
+def former_needs_prefill(drafter: object) -> bool:
+    """Return whether a drafter needs prefill, unless it denies this with the former attribute `keeps_nothing`."""
+    return not getattr(drafter, "keeps_nothing", False)
 
 
 def to_current(arguments: Mapping[str, Value]) -> dict[str, Value]:

@@ -13,7 +13,7 @@ from jspec.decoding.round import Allowed, decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters import CascadeDrafter, MixtureDrafter
 from jspec.drafters.capabilities import features_of
-from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, leaves_of, prefill_chunk
+from jspec.drafters.chunked_prefill import begin, can_read, leaves_of, needs_prefill, prefill_chunk
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.engine.slot_output import Packed, Scores, empty_output, expand_to_slots, pack, set_final_state, set_round
@@ -249,7 +249,7 @@ def catch_up_drafter(
 
 def reads_separately(drafter: AnyDrafter | None) -> bool:
     """Return whether a drafter reads text by itself, and may lag behind. Other drafters read when the target reads."""
-    return drafter is not None and not features_of(drafter) and can_read(drafter) and not keeps_nothing(drafter)
+    return drafter is not None and not features_of(drafter) and can_read(drafter) and needs_prefill(drafter)
 
 
 def reads_own_drafts(drafter: AnyDrafter | None) -> bool:

@@ -9,7 +9,7 @@ from jspec.core.types import PyTree, check_count
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.drafters.base import kind_of, own_tree
 from jspec.drafters.capabilities import features_of, max_chain_length_of
-from jspec.drafters.chunked_prefill import can_read, keeps_nothing
+from jspec.drafters.chunked_prefill import can_read, needs_prefill
 from jspec.drafters.draft_length import DEFAULT
 from jspec.drafters.standalone.model import positions
 from jspec.engine.memory_budget import JaxDevice
@@ -51,7 +51,7 @@ def lengths(target: LanguageModel, drafter: AnyDrafter, num_draft_tokens: object
     is_auto = isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"
     number = number_of_drafts(target, drafter, DEFAULT if is_auto else num_draft_tokens, rule)
     # A drafter that cannot read tokens from rounds without drafts must always draft.
-    can_pause = bool(features_of(drafter)) or can_read(drafter) or keeps_nothing(drafter)
+    can_pause = bool(features_of(drafter)) or can_read(drafter) or not needs_prefill(drafter)
     if (tree := own_tree(drafter)) is not None:
         return (0, tree.max_depth) if can_pause else (tree.max_depth,)
     if is_auto and can_pause:

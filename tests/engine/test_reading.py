@@ -12,9 +12,9 @@ from jspec.acceptance import RULES
 from jspec.core.sampling import SamplingParams
 from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
-from jspec.drafters.base import own_tree
+from jspec.drafters.base import Drafter, own_tree
 from jspec.drafters.capabilities import features_of
-from jspec.drafters.chunked_prefill import begin, can_read, keeps_nothing, prefill_chunk
+from jspec.drafters.chunked_prefill import begin, can_read, needs_prefill, prefill_chunk
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.models.kv_cache import prefill_with_features
@@ -41,7 +41,7 @@ def test_prefill_in_pieces_equals_whole_prompt(name, toy, prompts):
         (whole, one), (pieces, other) = decode(whole), decode(pieces)
         for field in ("tokens", "count", "drafted", "accepted"):
             np.testing.assert_array_equal(getattr(one, field), getattr(other, field), field)
-        assert np.asarray(one.drafted).any() or keeps_nothing(drafter)
+        assert np.asarray(one.drafted).any() or not needs_prefill(drafter)
 
 
 def _in_pieces(target, drafter, tokens, lengths, num_slots):
@@ -69,4 +69,5 @@ def test_stateful_init_without_read_cannot_be_prefilled_in_pieces(toy):
 
     reader = jax.tree_util.register_dataclass(Reader, data_fields=["logits"], meta_fields=[]).from_tokens([1, 2, 1], 4)
     assert not can_read(reader) and not can_read(jspec.FallbackDrafter(jspec.NGramDrafter(), reader))
-    assert can_read(jspec.FallbackDrafter(jspec.NGramDrafter(), toy(0))) and keeps_nothing(jspec.NGramDrafter())
+    assert needs_prefill(Drafter()) and not needs_prefill(type("Former", (Drafter,), {"keeps_nothing": True})())
+    assert can_read(jspec.FallbackDrafter(jspec.NGramDrafter(), toy(0))) and not needs_prefill(jspec.NGramDrafter())
