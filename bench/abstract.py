@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jspec
 from bench import pairs
 from convert.config import LlamaConfig
+from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
 from jspec.drafters.draft_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
@@ -92,8 +93,8 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
         found: devices, from `bench.devices.topology`. Matrices are sharded over several devices. None means JAX's own.
     """
     batch, length = setting.batch, as_draft_length(setting.draft_length)
-    request = jax.eval_shape(
-        lambda: (
+    prompts = jax.eval_shape(
+        lambda: PromptBatch(
             jnp.zeros((batch, setting.width), jnp.int32),
             jnp.zeros(batch, jnp.int32),
             jax.random.split(jax.random.key(0), batch),
@@ -102,17 +103,10 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
     drafter = as_drafter(draft) if length.max_draft_tokens else None
     if found is not None:
         mesh = Mesh(found, ("model",))
-        target, drafter, request = divided(target, mesh), divided(drafter, mesh), divided(request, mesh)
+        target, drafter, prompts = divided(target, mesh), divided(drafter, mesh), divided(prompts, mesh)
     with contextlib.nullcontext() if found is None else tracing_for(found):
-        return decode_program.trace(
-            target,
-            drafter,
-            *request,
-            *traced(setting.sampling, (2,), 0),
-            max_new_tokens=setting.new_tokens,
-            draft_length=length,
-            rule=setting.rule,
-        )
+        spec = ProgramSpec(setting.new_tokens, length, setting.rule)
+        return decode_program.trace(target, drafter, prompts, traced(setting.sampling, (2,), 0), spec=spec)
 
 
 def tracing_for(found: np.ndarray) -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from bench.synthetic import Synthetic
 from bench.timing import in_turns, ratio, spread
 from jspec import theory
 from jspec.core.devices import DEVICES, Device, find
+from jspec.decoding.inputs import PromptBatch
 from jspec.decoding.program import traced
 from jspec.drafters.standalone.model import as_drafter
 
@@ -76,13 +77,14 @@ class Program:
         self.case, self.executable, self.compile_or_load_seconds = case, executable, compile_or_load_seconds
         batch, width = case.setting.batch, case.setting.width
         tokens = np.random.default_rng(0).integers(1, case.target.config.vocab_size, (batch, width), np.int32)
-        self._request = tokens, np.full(batch, width, np.int32), jax.random.split(jax.random.key(0), batch)
+        keys = jax.random.split(jax.random.key(0), batch)
+        self._prompts = PromptBatch(tokens, np.full(batch, width, np.int32), keys)
         self._drafter = None if case.draft is None else as_drafter(case.draft)
 
     def __call__(self, limit: int) -> jspec.Output:
         """Decode `limit` new tokens in every row."""
         sampling = dataclasses.replace(self.case.setting.sampling, max_tokens=limit)
-        return self.executable(self.case.target, self._drafter, *self._request, *traced(sampling, _NO_EOS, 0))[0]
+        return self.executable(self.case.target, self._drafter, self._prompts, traced(sampling, _NO_EOS, 0))[0]
 
     def rounds(self, limit: int) -> int:
         """Decode, and return the number of rounds until every row is done."""

@@ -23,24 +23,25 @@ Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
 
 def on_any_mesh(program: Callable[..., T]) -> Callable[..., T]:
-    """Make ``program(target, drafter, tokens, ...)`` accept arrays on any mesh. Apply this before `jax.jit`.
+    """Make ``program(target, drafter, batch, ...)`` accept arrays on any mesh. Apply this before `jax.jit`.
 
     Inside the program, explicit axes become automatic. Under `jax.shard_map`, all arguments vary along the same axes.
-    The results are sharded like the rows of `tokens`.
+    The results are sharded like the rows of the first array in `batch`.
 
     Raises, while the program is traced:
         ValueError: `jax.shard_map` divides the batch, and XLA divides other axes.
     """
 
     @functools.wraps(program)
-    def run(target: PyTree, drafter: PyTree, tokens: Array, *others: PyTree, **options: object) -> T:
+    def run(target: PyTree, drafter: PyTree, batch: PyTree, *others: PyTree, **options: object) -> T:
         _check_manual_axes()
-        arguments = target, drafter, tokens, *others
+        arguments = target, drafter, batch, *others
         arguments = vary_like(arguments, arguments)
         meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(arguments))
         mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
         if mesh is None:
             return program(*arguments, **options)
+        tokens = cast(Array, jax.tree.leaves(batch)[0])
         rows = NamedSharding(mesh, PartitionSpec(*jax.typeof(tokens).sharding.spec[:1]))
         return cast("Callable[..., T]", jax.sharding.auto_axes(program, axes=mesh.explicit_axes, out_sharding=rows))(
             *arguments, **options

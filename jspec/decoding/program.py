@@ -10,12 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
-from numpy.typing import NDArray
 
-from jspec.acceptance import Rule
 from jspec.core.row_ops import prefix_mask
 from jspec.core.sampling import (
-    LogitsTransforms,
     PerRequest,
     SamplingParams,
     broadcast_rows,
@@ -27,6 +24,7 @@ from jspec.core.sharding import on_any_mesh, vary_like
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import Output, PyTree
 from jspec.decoding.buffers import OutputBuffers, collect, cut_to_size, empty_buffers
+from jspec.decoding.inputs import AnyArray, ProgramSpec, PromptBatch, TracedParams
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.decoding.validate_arguments import check_drafted
@@ -38,23 +36,15 @@ from jspec.drafters.validate_draft import CheckedDrafter
 from jspec.models.kv_cache import prefill, prefill_with_features, whole_tiles
 from jspec.models.llama import Llama
 
-_Number = Array | NDArray[np.int32]
-
 
 def run_program(
     target: Llama,
     drafter: Drafter[PyTree] | None,
-    tokens: ArrayLike,
-    lengths: ArrayLike,
-    keys: Array,
+    prompts: PromptBatch,
     sampling: SamplingParams,
     eos_ids: ArrayLike,
     pad_id: ArrayLike,
-    *,
-    max_new_tokens: int,
-    draft_length: DraftLength,
-    rule: Rule,
-    record: bool = False,
+    spec: ProgramSpec,
 ) -> Output:
     """Run the program on validated arguments. Check the drafter's contract if `jax_enable_checks` is set.
 
@@ -64,91 +54,69 @@ def run_program(
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     with contextlib.ExitStack() as stack:
-        if isinstance(tokens, jax.Array) and isinstance(lengths, jax.Array):  # the guard would apply to other types
+        # The guard would apply to other types.
+        if isinstance(prompts.tokens, jax.Array) and isinstance(prompts.lengths, jax.Array):
             stack.enter_context(explicit_transfers())
-        if not rule.exact:  # a lossy rule that reports no distortion yields NaN
+        if not spec.rule.exact:  # a lossy rule that reports no distortion yields NaN
             stack.enter_context(jax.debug_nans(False))
-        out, out_of_vocab = decode_program(
-            target,
-            drafter if draft_length.max_draft_tokens else None,
-            tokens,
-            lengths,
-            keys,
-            *traced(sampling, eos_ids, pad_id),
-            max_new_tokens=max_new_tokens,
-            draft_length=draft_length,
-            rule=rule,
-            record=record,
-        )
+        used = drafter if spec.draft_length.max_draft_tokens else None
+        out, out_of_vocab = decode_program(target, used, prompts, traced(sampling, eos_ids, pad_id), spec=spec)
     if is_user_defined(drafter):
         check_drafted(drafter, cast(Array, out_of_vocab), target.config.vocab_size)
     return out
 
 
-def traced(
-    sampling: SamplingParams, eos_ids: ArrayLike, pad_id: ArrayLike
-) -> tuple[LogitsTransforms, LogitsTransforms, _Number, _Number | None, _Number, _Number]:
-    """Return the arguments that may change from call to call without recompilation."""
+def traced(sampling: SamplingParams, eos_ids: ArrayLike, pad_id: ArrayLike) -> TracedParams:
+    """Return the parameters in the form that the program accepts, without any device computation."""
 
-    def int32(value: PerRequest) -> _Number:
+    def int32(value: PerRequest) -> AnyArray:
         return value if isinstance(value, jax.Array) else np.asarray(value, np.int32)
 
-    transforms = target_transforms(sampling), draft_transforms(sampling)
     fewest = int32(sampling.min_tokens)
-    if isinstance(fewest, np.ndarray) and not fewest.any():
-        fewest = None
-    return *transforms, int32(sampling.max_tokens), fewest, int32(eos_ids), int32(pad_id)
+    return TracedParams(
+        transforms=target_transforms(sampling),
+        draft_transforms=draft_transforms(sampling),
+        max_tokens=int32(sampling.max_tokens),
+        min_tokens=None if isinstance(fewest, np.ndarray) and not fewest.any() else fewest,
+        eos_ids=int32(eos_ids),
+        pad_id=int32(pad_id),
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "draft_length", "rule", "record"))
+@functools.partial(jax.jit, static_argnames="spec")
 @on_any_mesh
 def decode_program(
-    target: Llama,
-    drafter: Drafter[PyTree] | None,
-    tokens: Array,
-    lengths: Array,
-    keys: Array,
-    transforms: LogitsTransforms,
-    drafter_transforms: LogitsTransforms,
-    max_tokens: Array,
-    min_tokens: Array | None,
-    eos_ids: Array,
-    pad_id: Array,
-    *,
-    max_new_tokens: int,
-    draft_length: DraftLength,
-    rule: Rule,
-    record: bool = False,
+    target: Llama, drafter: Drafter[PyTree] | None, prompts: PromptBatch, settings: TracedParams, *, spec: ProgramSpec
 ) -> tuple[Output, Array]:
     """Prefill the prompts, run rounds until every row is done, and cut the result to size.
 
     Returns:
         The result, and `OutputBuffers.out_of_vocab`.
     """
-    batch = tokens.shape[0]
-    lengths = lengths.astype(jnp.int32)
-    limits = jnp.where(jnp.asarray(max_tokens) > 0, jnp.minimum(max_tokens, max_new_tokens), max_new_tokens)
+    batch, width = prompts.tokens.shape
+    limit, draft_length = spec.max_new_tokens, spec.draft_length
+    lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
+    limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, jnp.minimum(settings.max_tokens, limit), limit)
     params = RequestParams(
-        keys=keys,
+        keys=prompts.keys,
         prompt_lengths=lengths,
         limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
-        eos_ids=jnp.broadcast_to(eos_ids, (batch, eos_ids.shape[-1])),
-        transforms=broadcast_rows(transforms, batch),
-        draft_transforms=broadcast_rows(drafter_transforms, batch),
-        min_tokens=None if min_tokens is None else jnp.broadcast_to(min_tokens, (batch,)),
+        eos_ids=jnp.broadcast_to(settings.eos_ids, (batch, settings.eos_ids.shape[-1])),
+        transforms=broadcast_rows(settings.transforms, batch),
+        draft_transforms=broadcast_rows(settings.draft_transforms, batch),
+        min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
     )
-    inside = prefix_mask(lengths, tokens.shape[1])
-    tokens = jnp.where(inside, tokens, 0).astype(jnp.int32)
-    began = start(target, drafter, params, tokens, max_new_tokens, draft_length, record)
+    tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
+    began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
-        after, new = decode_round(target, drafter, rule, draft_length, params, state)
+        after, new = decode_round(target, drafter, spec.rule, draft_length, params, state)
         with jax.named_scope("commit"):
             return after, collect(buffers, new, state.lengths - lengths, state.done)
 
     state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, vary_like(began, tokens))
-    return cut_to_size(state, buffers, lengths, pad_id, max_new_tokens), buffers.out_of_vocab
+    return cut_to_size(state, buffers, lengths, jnp.asarray(settings.pad_id), limit), buffers.out_of_vocab
 
 
 def start(

@@ -9,7 +9,7 @@ import dataclasses
 import numbers
 import operator
 from collections.abc import Callable
-from typing import SupportsIndex, TypeAlias, cast
+from typing import SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jspec.acceptance.base import as_rule
 from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values, values_if_known
 from jspec.core.types import PyTree, passed, same_but_for_padding
+from jspec.decoding.inputs import AnyArray, PromptBatch
 from jspec.decoding.left_padding import check_right_padded
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.base import Drafter, declared, kind_of
@@ -31,15 +32,11 @@ from jspec.drafters.draft_length import as_draft_length
 from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 
-AnyArray: TypeAlias = Array | np.ndarray
-
 
 def check_arguments(
     target: Llama,
     drafter: Drafter[PyTree] | None,
-    tokens: AnyArray,
-    lengths: AnyArray,
-    keys: object,
+    prompts: PromptBatch,
     max_new_tokens: int,
     num_draft_tokens: object,
     sampling: SamplingParams,
@@ -57,10 +54,10 @@ def check_arguments(
         _check_drafter(drafter, vocab_size)
         _check_capabilities(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
-    batch = _check_prompts(tokens, lengths, target.config)
-    _check_keys(keys, batch)
+    batch = _check_prompts(prompts.tokens, prompts.lengths, target.config)
+    _check_keys(prompts.keys, batch)
     check_sampling(sampling, batch, vocab_size)
-    check_positions(target, drafter, lengths, max_new_tokens, sampling.max_tokens)
+    check_positions(target, drafter, prompts.lengths, max_new_tokens, sampling.max_tokens)
     _check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
@@ -110,9 +107,9 @@ def as_array(name: str, value: object, remedy: str = "pad them on the right to o
 
 
 def as_arrays(
-    tokens: object, lengths: object, eos_ids: object, sampling: SamplingParams
-) -> tuple[AnyArray, AnyArray, AnyArray, SamplingParams]:
-    """Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
+    tokens: object, lengths: object, keys: Array, sampling: SamplingParams, eos_ids: object
+) -> tuple[PromptBatch, SamplingParams, AnyArray]:
+    """Bundle the prompts. Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
     ends = as_array("eos_ids", eos_ids, "pad the shorter rows with -1")
     if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
         ends = ends[None]
@@ -121,7 +118,7 @@ def as_arrays(
         lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "pass one number for each row") for name, value in lists.items()}
         sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
-    return as_array("tokens", tokens), as_array("lengths", lengths), ends, sampling
+    return PromptBatch(as_array("tokens", tokens), as_array("lengths", lengths), keys), sampling, ends
 
 
 def check_rule(accept: object) -> Rule:

@@ -15,6 +15,7 @@ import numpy as np
 from jspec.acceptance import Rule
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import check_count
+from jspec.decoding.inputs import PromptBatch
 from jspec.decoding.validate_arguments import check_arguments, check_rule
 from jspec.drafters.base import DraftSource
 from jspec.drafters.standalone.model import as_drafter
@@ -290,9 +291,10 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
-        lengths, keys = np.array([tokens.size]), self._any_key if request.key is None else request.key[None]
+        keys = self._any_key if request.key is None else request.key[None]
+        prompt = PromptBatch(tokens, np.array([tokens.size]), keys)
         k, limit = self._num_draft_tokens, request.max_new_tokens
-        check_arguments(self._target, self._drafter, tokens, lengths, keys, limit, k, request.sampling, eos_ids, 0)
+        check_arguments(self._target, self._drafter, prompt, limit, k, request.sampling, eos_ids, 0)
         check_request(request, self._sizes)
 
     def _run(self) -> None:

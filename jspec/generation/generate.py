@@ -6,6 +6,7 @@ from numpy.typing import ArrayLike
 from jspec.acceptance import RULES, Rule
 from jspec.core.sampling import SamplingParams
 from jspec.core.types import Output
+from jspec.decoding.inputs import ProgramSpec
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import number_of_drafts
@@ -33,11 +34,10 @@ def generate(
     `speculative_generate` must match. The arguments, the result and the errors are the same, except that
     ``stats.accepted_at`` has no columns.
     """
-    tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
-    check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, pad_id)
-    request = tokens, lengths, keys, sampling, eos_ids, pad_id
-    rule = RULES["rejection"]
-    return run_program(target, None, *request, max_new_tokens=max_new_tokens, draft_length=Fixed(0), rule=rule)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids)
+    check_arguments(target, None, prompts, max_new_tokens, None, sampling, eos_ids, pad_id)
+    spec = ProgramSpec(max_new_tokens, Fixed(0), RULES["rejection"])
+    return run_program(target, None, prompts, sampling, eos_ids, pad_id, spec)
 
 
 def speculative_generate(
@@ -98,12 +98,10 @@ def speculative_generate(
     """
     rule = check_rule(accept)
     drafter = as_drafter(draft)
-    tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, eos_ids, sampling)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids)
     num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
-    check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
+    check_arguments(target, drafter, prompts, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
-        num_draft_tokens = best_number(target, drafter, tokens, lengths, keys, max_new_tokens, sampling, rule)
-    request, draft_length = (tokens, lengths, keys, sampling, eos_ids, pad_id), as_draft_length(num_draft_tokens)
-    return run_program(
-        target, drafter, *request, max_new_tokens=max_new_tokens, draft_length=draft_length, rule=rule, record=record
-    )
+        num_draft_tokens = best_number(target, drafter, prompts, max_new_tokens, sampling, rule)
+    spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule, record)
+    return run_program(target, drafter, prompts, sampling, eos_ids, pad_id, spec)

@@ -1,7 +1,6 @@
 """The `tune` function, which times the decoding programs, and the choice of draft length for "auto"."""
 
 import dataclasses
-from typing import cast
 
 import numpy as np
 from jax import Array
@@ -13,6 +12,7 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import explicit_transfers
 from jspec.core.tree import Tree
 from jspec.core.types import Output, PyTree
+from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
 from jspec.decoding.validate_tree import check_chain
@@ -74,12 +74,12 @@ def tune(
     """
     drafter = as_drafter(draft)
     check_chain("jspec.tune", drafter)
-    tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, ())
     check_tuning(max_new_tokens, max_draft_tokens, max_nodes)
     rule = check_rule(accept)
     max_draft_tokens = int(min(max_draft_tokens, max_chain_length_of(drafter)))
-    check_arguments(target, drafter, tokens, lengths, keys, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
-    check_measurable(target, drafter, tokens, lengths, keys, sampling)
+    check_arguments(target, drafter, prompts, max_new_tokens, max_draft_tokens, sampling, eos_ids, 0)
+    check_measurable(target, drafter, prompts, sampling)
     trials = [trial_keys(keys, number) for number in range(TRIALS)]
 
     def drafting(setting: Setting) -> tuple[Drafter[PyTree], int]:
@@ -88,10 +88,11 @@ def tune(
         return drafter, setting
 
     def run(setting: Setting, limit: int, trial: int) -> Output:
-        request = tokens, lengths, trials[trial], dataclasses.replace(sampling, max_tokens=limit), eos_ids, 0
+        batch = dataclasses.replace(prompts, keys=trials[trial])
+        limited = dataclasses.replace(sampling, max_tokens=limit)
         one, k = drafting(setting)
-        used = rule if k else RULES["rejection"]
-        return run_program(target, one, *request, max_new_tokens=max_new_tokens, draft_length=Fixed(k), rule=used)
+        spec = ProgramSpec(max_new_tokens, Fixed(k), rule if k else RULES["rejection"])
+        return run_program(target, one, batch, limited, eos_ids, 0, spec)
 
     chains = measure(run, int(max_new_tokens), int(max_draft_tokens))
     if max_nodes < 2 or not rule.branches or not isinstance(drafter, AutoregressiveDrafter):
@@ -103,9 +104,7 @@ def tune(
 def best_number(
     target: Llama,
     drafter: DraftSource,
-    tokens: ArrayLike,
-    lengths: ArrayLike,
-    keys: Array,
+    prompts: PromptBatch,
     max_new_tokens: int,
     sampling: SamplingParams,
     rule: Rule,
@@ -114,8 +113,8 @@ def best_number(
 
     Return 0 if the models have too few free positions for a measurement.
     """
-    check_measurable(target, drafter, tokens, lengths, keys, sampling)
-    room = positions(target, drafter) - int(np.max(lengths))
+    check_measurable(target, drafter, prompts, sampling)
+    room = positions(target, drafter) - int(np.max(prompts.lengths))
     new = min(max(int(max_new_tokens), 64), room)  # a shorter output does not provide enough data
     most = int(min(8, new // 4 - 1, max_chain_length_of(drafter)))
     if most < 1:
@@ -123,7 +122,8 @@ def best_number(
 
     def find() -> Tuning:
         limits = {"max_new_tokens": new, "max_draft_tokens": most, "max_nodes": 0}
-        return tune(target, drafter, tokens, lengths, keys, sampling=sampling, accept=rule, **limits)
+        batch = prompts.tokens, prompts.lengths, prompts.keys
+        return tune(target, drafter, *batch, sampling=sampling, accept=rule, **limits)
 
-    key = most, rule, tuning_key(cast(Array | np.ndarray, tokens), new, sampling)
+    key = most, rule, tuning_key(prompts.tokens, new, sampling)
     return remembered(models=(target, drafter), key=key, find=find).num_draft_tokens

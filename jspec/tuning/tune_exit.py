@@ -7,6 +7,7 @@ block. The layers are data, so a single program scores every subset. Nothing is 
 be the number of bytes that it reads.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -33,6 +34,7 @@ from jspec.core.sampling import (
     token_probs,
 )
 from jspec.core.sharding import on_any_mesh
+from jspec.decoding.inputs import ProgramSpec
 from jspec.decoding.program import run_program, traced
 from jspec.decoding.validate_arguments import as_arrays, check_arguments
 from jspec.drafters.draft_length import Fixed
@@ -85,20 +87,22 @@ def best_exit(
         raise ValueError(
             "target has only one layer, so none can be skipped; draft with another model, or by prompt lookup."
         )
-    tokens, lengths, eos_ids, sampling = as_arrays(tokens, lengths, (), sampling)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, ())
     check_tuning(max_new_tokens, max_draft_tokens, 0)
-    check_arguments(target, None, tokens, lengths, keys, max_new_tokens, None, sampling, eos_ids, 0)
-    check_measurable(target, None, tokens, lengths, keys, sampling)
+    check_arguments(target, None, prompts, max_new_tokens, None, sampling, eos_ids, 0)
+    check_measurable(target, None, prompts, sampling)
     log.info("Generating text")
-    request, rule = (tokens, lengths, trial_keys(keys, TRIALS), sampling, eos_ids, 0), RULES["rejection"]
-    out = run_program(target, None, *request, max_new_tokens=int(max_new_tokens), draft_length=Fixed(0), rule=rule)
-    texts = write_rows(jnp.pad(jnp.asarray(tokens), ((0, 0), (0, max_new_tokens))), out.tokens, jnp.asarray(lengths))
-    own, drafts, *_ = traced(sampling, eos_ids, 0)
+    batch = dataclasses.replace(prompts, keys=trial_keys(keys, TRIALS))
+    spec = ProgramSpec(int(max_new_tokens), Fixed(0), RULES["rejection"])
+    out = run_program(target, None, batch, sampling, eos_ids, 0, spec)
+    padded, starts = jnp.pad(jnp.asarray(prompts.tokens), ((0, 0), (0, max_new_tokens))), jnp.asarray(prompts.lengths)
+    texts, params = write_rows(padded, out.tokens, starts), traced(sampling, eos_ids, 0)
+    transforms = params.transforms, params.draft_transforms
     block, blocks = int(max_draft_tokens), int(max_new_tokens) // int(max_draft_tokens)
 
     def worth(chosen: np.ndarray) -> np.ndarray:
-        rates = cast(Array, acceptance_rates(target, chosen, texts, lengths, own, drafts, block=block, blocks=blocks))
-        rates = np.clip(np.asarray(rates, float).mean(0), 0, 1)[:, None]
+        rates = acceptance_rates(target, chosen, texts, prompts.lengths, *transforms, block=block, blocks=blocks)
+        rates = np.clip(np.asarray(cast(Array, rates), float).mean(0), 0, 1)[:, None]
         costs = pass_costs(target, chosen)[:, None]
         return np.asarray(theory.speedup(rates, np.arange(1, max_draft_tokens + 1), costs)).max(1)
 

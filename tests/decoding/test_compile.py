@@ -10,6 +10,7 @@ import pytest
 
 import jspec
 from jspec.acceptance import RULES
+from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
 from jspec.drafters.base import own_tree, tree_of
 from jspec.drafters.draft_length import Fixed
@@ -151,15 +152,9 @@ def test_decode_loop_copies_no_cache_and_never_calls_host(toy, prompts, rows, ki
         drafter = {"plain": None, "early exit": jspec.EarlyExitDrafter(1)}.get(kind, jspec.ModelDrafter(draft))
     k = k if own_tree(drafter) is None else drafter.tree.max_depth
     draft_length = jspec.Heuristic(k) if kind == "varying length" else Fixed(k)
-    lowered = decode_program.lower(
-        target,
-        drafter,
-        *batch,
-        *traced(jspec.SamplingParams(), (5,), 0),
-        max_new_tokens=new,
-        draft_length=draft_length,
-        rule=RULES["rejection"],
-    )
+    spec = ProgramSpec(new, draft_length, RULES["rejection"])
+    params = traced(jspec.SamplingParams(), (5,), 0)
+    lowered = decode_program.lower(target, drafter, PromptBatch(*batch), params, spec=spec)
     program = lowered.compile(as_shipped).as_text()
     slots = whole_tiles(7 + new + tree_of(drafter, k).size + 1)
     sizes = {rows * heads * slots * 8 for heads in ((2, 4) if k else (2,))}

@@ -13,6 +13,7 @@ from jax import Array
 from convert.config import LlamaConfig, RopeConfig
 from jspec.acceptance import RULES
 from jspec.core.sampling import LogitsTransforms, broadcast_rows, draft_transforms, target_transforms
+from jspec.decoding.inputs import ProgramSpec, PromptBatch, TracedParams
 from jspec.decoding.program import decode_program, start
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import RequestParams
@@ -129,10 +130,10 @@ def decode(target, drafter, *batch, max_new_tokens, num_draft_tokens, eos_ids=(-
     `batch` is tokens, lengths, keys and transforms.
     """
     eos_ids = jnp.asarray(eos_ids, jnp.int32)
-    options = {"max_new_tokens": max_new_tokens, "draft_length": as_draft_length(num_draft_tokens), "rule": rule}
+    spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule)
 
     def program(target, drafter, tokens, lengths, keys, transforms):
-        request = tokens, lengths, keys, *transforms, 0, None, eos_ids, 0
-        return decode_program.__wrapped__(target, drafter, *request, **options)[0]
+        traced = TracedParams(*transforms, 0, None, eos_ids, 0)
+        return decode_program.__wrapped__(target, drafter, PromptBatch(tokens, lengths, keys), traced, spec=spec)[0]
 
     return jax.jit(program)(target, drafter, *batch)

@@ -26,7 +26,8 @@ def test_scores_equal_plain_passes(report):
     target, lengths, (block, blocks) = toys.tiny_llama(10, 4), np.array([3, 2]), (3, 2)
     texts = np.random.default_rng(0).integers(8, size=(2, 9))
     sampling = jspec.SamplingParams(temperature=0.7, draft_temperature=1.2, top_p=0.9, repetition_penalty=1.3)
-    own, drafts, *_ = traced(sampling, (), 0)
+    params = traced(sampling, (), 0)
+    own, drafts = params.transforms, params.draft_transforms
     found = exit_tuning.acceptance_rates(
         target, CHOICES, jnp.asarray(texts), jnp.asarray(lengths), own, drafts, block=block, blocks=blocks
     )
@@ -73,8 +74,8 @@ def test_scores_match_acceptance_of_drafting(report):
     )
     measured = np.asarray(out.stats.acceptance_rate)
     texts = jspec.generate(target, *batch[:2], jax.random.split(jax.random.key(1), rows), max_new_tokens=new).tokens
-    own, drafts, *_ = traced(jspec.SamplingParams(), (), 0)
-    asked = jnp.pad(texts, ((0, 0), (1, 0)), constant_values=1), batch[1], own, drafts
+    params, texts = traced(jspec.SamplingParams(), (), 0), jnp.pad(texts, ((0, 0), (1, 0)), constant_values=1)
+    asked = texts, batch[1], params.transforms, params.draft_transforms
     found = exit_tuning.acceptance_rates(target, CHOICES[2:3], *asked, block=1, blocks=new)[:, 0]
     error = (measured.var(ddof=1) / rows + np.var(found, ddof=1) / rows) ** 0.5
     report(measured=f"{measured.mean():.3f}", scored=f"{found.mean():.3f}", error=f"{error:.4f}")

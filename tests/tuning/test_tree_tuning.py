@@ -128,9 +128,9 @@ def test_tune_measures_trees(rule, monkeypatch):
     monkeypatch.setattr(
         auto,
         "run_program",
-        lambda *arguments, run=auto.run_program, **options: (
-            played.append((arguments[1], options["rule"])),
-            run(*arguments, **options),
+        lambda *arguments, run=auto.run_program: (
+            played.append((arguments[1], arguments[-1].rule)),
+            run(*arguments),
         )[1],
     )
     batch = np.zeros((2, 3), int), np.array([3, 1]), jax.random.split(jax.random.key(0), 2)
@@ -157,7 +157,7 @@ def test_counted_yield_is_weighted_by_sample_size():
 @pytest.mark.parametrize(("rule", "replacement"), [("k-seq", True), ("rejection", False)])
 def test_children_are_drawn_as_the_rule_requires(rule, replacement, monkeypatch):
     drawn, (target, other) = [], toys.markov_pair(0)
-    monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: drawn.append(arguments[1].replacement))
+    monkeypatch.setattr(auto, "run_program", lambda *arguments: drawn.append(arguments[1].replacement))
     monkeypatch.setattr(auto, "measure", lambda *_: None)
     monkeypatch.setattr(auto, "with_trees", lambda run, *_: run(Tree.branching((2,)), 8, 0))
     batch = np.zeros((1, 3), int), np.array([3]), jax.random.split(jax.random.key(0), 1)

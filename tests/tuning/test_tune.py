@@ -170,7 +170,7 @@ def test_trials_use_no_key_of_the_request(monkeypatch, toy, prompts):
     """Settings learned from a request's own keys would steer its output."""
     runs, (tokens, lengths, keys) = [], prompts([4, 2])
     monkeypatch.setattr(auto, "measure", lambda run, *_: runs.append(run))
-    monkeypatch.setattr(auto, "run_program", lambda *arguments, **_: arguments[4])
+    monkeypatch.setattr(auto, "run_program", lambda *arguments: arguments[2].keys)
     jspec.tune(toy(0), toy(1), tokens, lengths, keys, max_nodes=0)
     used = np.concatenate([jax.random.key_data(runs[0](0, 1, trial)) for trial in range(tuning.TRIALS)])
     streams = [stream(keys, np.full(2, n, np.int32), purpose) for n in range(40) for purpose in Purpose]
@@ -198,7 +198,7 @@ def answers(monkeypatch):
 @pytest.fixture
 def only_lengths(monkeypatch):
     """Return the number of draft tokens instead of decoding."""
-    lengths = lambda *_, **options: (options["draft_length"].max_draft_tokens, None)  # noqa: E731
+    lengths = lambda *_, spec: (spec.draft_length.max_draft_tokens, None)  # noqa: E731
     monkeypatch.setattr(program, "decode_program", lengths)
 
 

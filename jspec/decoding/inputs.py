@@ -1,0 +1,66 @@
+"""The inputs of the decoding program, in three bundles: prompts, traced parameters, and what fixes the program."""
+
+import dataclasses
+from typing import TypeAlias
+
+import numpy as np
+from jax import Array
+
+from jspec.acceptance import Rule
+from jspec.core.sampling import LogitsTransforms
+from jspec.core.types import pytree
+from jspec.drafters.draft_length import DraftLength
+
+AnyArray: TypeAlias = Array | np.ndarray
+
+
+@pytree
+class PromptBatch:
+    """A batch of B prompts.
+
+    Attributes:
+        tokens: ``int32[B, P]``, padded on the right with any values.
+        lengths: ``int32[B]`` in 1..P, the prompt lengths.
+        keys: typed keys ``[B]``.
+    """
+
+    tokens: AnyArray
+    lengths: AnyArray
+    keys: Array
+
+
+@pytree
+class TracedParams:
+    """Parameters that may change from call to call without recompilation, for all rows or with one entry per row.
+
+    Attributes:
+        transforms, draft_transforms: the logits transforms of the target and of the draft.
+        max_tokens: ``int32[]`` or ``int32[B]``, each row's own maximum number of new tokens; 0 for none.
+        min_tokens: ``int32[]`` or ``int32[B]``, how many of the first new tokens must not be EOS; None for no minimum.
+        eos_ids: ``int32[n]`` or ``int32[B, n]``, the tokens that end a row; -1 matches no token.
+        pad_id: ``int32[]``, the token that fills the output after a row's end.
+    """
+
+    transforms: LogitsTransforms
+    draft_transforms: LogitsTransforms
+    max_tokens: AnyArray
+    min_tokens: AnyArray | None
+    eos_ids: AnyArray
+    pad_id: AnyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """The static argument of the decoding program. Every spec compiles once for each shape of the other arguments.
+
+    Attributes:
+        max_new_tokens: N, the number of columns of the output.
+        draft_length: the maximum number of draft tokens per round, and how many of them each row drafts.
+        rule: the acceptance rule.
+        record: whether the output has a `Record` of all draft tokens.
+    """
+
+    max_new_tokens: int
+    draft_length: DraftLength
+    rule: Rule
+    record: bool = False
