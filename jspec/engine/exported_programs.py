@@ -36,7 +36,7 @@ _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
 # Other versions of JAX may not understand a Pallas kernel. They never read the file, whose name depends on the version.
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-_Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic
+_Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray
 _Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
 
 

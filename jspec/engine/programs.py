@@ -1,21 +1,21 @@
 """An engine's programs. Each program takes and returns the slots, which are donated and written in place."""
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.acceptance.base import Rule
 from jspec.core.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
 from jspec.core.types import PyTree
-from jspec.decoding.round import Allowed, decode_round
+from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters import CascadeDrafter, MixtureDrafter
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.chunked_prefill import begin, can_read, leaves_of, needs_prefill, prefill_chunk
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
+from jspec.engine.program_inputs import CallLimits, RoundSpec, TextPiece
 from jspec.engine.slot_output import Packed, Scores, empty_output, expand_to_slots, pack, set_final_state, set_round
 from jspec.engine.slots import AnyDrafter, Slots, gather_rows, get_row, keep_temperature, scatter_rows, select, set_row
 from jspec.models.kv_cache import KVCache, copy_slots
@@ -77,9 +77,7 @@ def prefill(
     drafter: AnyDrafter | None,
     slots: Slots,
     slot: Array,
-    piece: Array,
-    start: Array,
-    count: Array,
+    piece: TextPiece,
     scored: Array | None = None,
     *,
     num_top: int = -1,
@@ -87,18 +85,16 @@ def prefill(
     """Prefill a piece of a request's text. After the last piece, the request begins to decode.
 
     Args:
-        piece: ``int32[1, C + 1]``, the tokens from position `start` on and the next token, then arbitrary values.
-        start: at most the number of prefilled tokens, and at most T - C.
-        count: how many tokens to prefill, in 0 .. C. This excludes the text's last token, which the first round reads.
+        piece: the next piece of the text in `slot`.
         scored: whether to compute scores. If false, a program with scores returns zeros. None for no scores.
         num_top: the number of most likely tokens that the scores include; -1 for no scores.
     """
     features = features_of(drafter)
-    tokens, row = piece[:, :-1], get_row(slots.state.cache, slot)
-    target_features, hidden, row = _forward(target, features, tokens, row, start[None])
+    tokens, row = piece.tokens[:, :-1], get_row(slots.state.cache, slot)
+    target_features, hidden, row = _forward(target, features, tokens, row, piece.start[None])
     slots = _set_cache(slots, set_row(slots.state.cache, row, slot))
-    slots = _record_piece(target, drafter, slots, slot, piece, start, count, target_features)
-    return slots, None if scored is None else _scores(target, hidden, piece, scored, num_top)
+    slots = _record_piece(target, drafter, slots, slot, piece, target_features)
+    return slots, None if scored is None else _scores(target, hidden, piece.tokens, scored, num_top)
 
 
 def prefill_batch(
@@ -116,8 +112,8 @@ def prefill_batch(
     The pass also writes into the other slots' KV caches, after the end of their text, where there is room for a piece.
 
     Args:
-        pieces: ``int32[S, C + 1]``, the `piece` of each slot, as in `prefill`.
-        starts, counts: ``int32[S]``, the `start` and `count` of each slot, as in `prefill`.
+        pieces: ``int32[S, C + 1]``, the `tokens` of each slot's `TextPiece`.
+        starts, counts: ``int32[S]``, the `start` and `count` of each slot's piece.
         chosen: ``int32[S]``, the slots to prefill, followed by arbitrary slots.
         num_chosen: how many slots to prefill.
     """
@@ -129,7 +125,8 @@ def prefill_batch(
     def record(i: Array, slots: Slots) -> Slots:
         slot = chosen[i]
         row = None if target_features is None else get_row(target_features, slot)
-        return _record_piece(target, drafter, slots, slot, get_row(pieces, slot), starts[slot], counts[slot], row)
+        piece = TextPiece(get_row(pieces, slot), starts[slot], counts[slot])
+        return _record_piece(target, drafter, slots, slot, piece, row)
 
     return cast(Slots, lax.fori_loop(0, num_chosen, record, _set_cache(slots, cache)))
 
@@ -143,15 +140,14 @@ def _record_piece(
     drafter: AnyDrafter | None,
     slots: Slots,
     slot: Array,
-    piece: Array,
-    start: Array,
-    count: Array,
+    piece: TextPiece,
     target_features: Array | None,
 ) -> Slots:
     """Return the slots after the target has read a piece. `target_features` is None if the drafter requests none."""
     state, features = slots.state, features_of(drafter)
+    start, count = piece.start, piece.count
     at, end = start[None], start + count + 1
-    tokens = lax.dynamic_update_slice(state.tokens, piece, (slot, start))
+    tokens = lax.dynamic_update_slice(state.tokens, piece.tokens, (slot, start))
     is_prefilled = end == slots.num_prefix_tokens[slot]
     drafter_state = state.drafter
     if drafter is not None:
@@ -159,7 +155,7 @@ def _record_piece(
         if features:
             row = select(start == 0, begin(drafter, target, 1, text.shape[1] - 1), row)
             signals = PromptSignals(target_features, None, target)
-            row = prefill_chunk(drafter, row, piece, at, count[None], signals)
+            row = prefill_chunk(drafter, row, piece.tokens, at, count[None], signals)
         else:
             row = _begin_row(target, drafter, row, text, end, is_prefilled & (slots.num_drafter_read[slot] == 0))
         drafter_state = set_row(drafter_state, row, slot)
@@ -270,28 +266,23 @@ def decode_rounds(
     target: Llama,
     drafter: AnyDrafter | None,
     slots: Slots,
-    stop: Array,
-    rounds: Array,
-    stop_when_done: Array,
+    limits: CallLimits,
     rows: Array | None = None,
-    **options: Any,
+    *,
+    spec: RoundSpec,
 ) -> tuple[Slots, Packed]:
-    """Run up to `rounds` rounds. Stop early once every row is done.
+    """Run up to `limits.rounds` rounds. Stop early once every row is done.
 
     Args:
-        stop: ``bool[S]``, rows to stop before the first round.
-        rounds: an int up to `max_rounds`.
-        stop_when_done: ``bool[S]``, rows whose slots other requests wait for. No rounds run after one of them ends.
+        limits: the number of rounds, and the rows at which to stop.
         rows: ``int32[B]``, the only rows to run and to stop, without duplicates; None for all.
-        rule, num_draft_tokens: the acceptance rule and the draft length of every round.
-        temperature_only: whether to omit all sampling parameters except temperature. No active row may use others.
-        num_top: the number of most likely tokens to find, if a row requests any.
-        constrain: same as in `jspec.decoding.round.decode_round`.
+        spec: the rounds to run.
     """
     if rows is None:
-        return _decode_rounds(target, drafter, slots, stop, rounds, stop_when_done, **options)
-    batch, stop, stop_when_done = gather_rows(slots, rows), stop[rows], stop_when_done[rows]
-    batch, packed = _decode_rounds(target, drafter, batch, stop, rounds, stop_when_done, **options)
+        return _decode_rounds(target, drafter, slots, limits, spec)
+    batch = gather_rows(slots, rows)
+    limits = CallLimits(limits.stop[rows], limits.rounds, limits.stop_when_done[rows])
+    batch, packed = _decode_rounds(target, drafter, batch, limits, spec)
     updated = batch.state, batch.num_drafter_read
     state, num_read = scatter_rows((slots.state, slots.num_drafter_read), updated, rows)
     slots = dataclasses.replace(slots, state=state, num_drafter_read=num_read)
@@ -299,27 +290,15 @@ def decode_rounds(
 
 
 def _decode_rounds(
-    target: Llama,
-    drafter: AnyDrafter | None,
-    slots: Slots,
-    stop: Array,
-    rounds: Array,
-    stop_when_done: Array,
-    *,
-    rule: Rule,
-    num_draft_tokens: int,
-    max_rounds: int,
-    temperature_only: bool,
-    num_top: int = 0,
-    constrain: Allowed | None = None,
+    target: Llama, drafter: AnyDrafter | None, slots: Slots, limits: CallLimits, spec: RoundSpec
 ) -> tuple[Slots, Packed]:
     """Run `decode_rounds` for all rows."""
-    k, is_separate = num_draft_tokens, reads_separately(drafter)
+    k, num_top, is_separate = spec.num_draft_tokens, spec.num_top, reads_separately(drafter)
     drafts_or_reads = drafter if k or features_of(drafter) else None
     params, counts = slots.params, slots.state.token_counts
-    if temperature_only:
+    if spec.temperature_only:
         params, counts = keep_temperature(params), None
-    is_idle = slots.state.done | stop
+    is_idle = slots.state.done | limits.stop
     state = dataclasses.replace(slots.state, done=is_idle, token_counts=counts)
     most_unread, reads_drafts = max_unread(drafter, k), reads_own_drafts(drafter)
 
@@ -327,7 +306,9 @@ def _decode_rounds(
         i, state, num_read, packed = carry
         can_draft = state.lengths - num_read <= most_unread
         before = dataclasses.replace(state, drafts=can_draft if is_separate and k else None)
-        after, output = decode_round(target, drafts_or_reads, rule, Fixed(k), params, before, num_top, constrain)
+        after, output = decode_round(
+            target, drafts_or_reads, spec.rule, Fixed(k), params, before, num_top, spec.constrain
+        )
         if is_separate and k:
             now = after.lengths - 2 if reads_drafts else state.lengths
             num_read = jnp.where(can_draft & ~state.done, jnp.maximum(num_read, now), num_read)
@@ -335,12 +316,12 @@ def _decode_rounds(
 
     def is_unfinished(carry: tuple[Array, DecodeState, Array, Packed]) -> Array:
         i, done = carry[0], carry[1].done
-        return (i < rounds) & ~jnp.all(done) & ((i == 0) | ~jnp.any(done & stop_when_done))
+        return (i < limits.rounds) & ~jnp.all(done) & ((i == 0) | ~jnp.any(done & limits.stop_when_done))
 
-    empty = empty_output(max_rounds, is_idle.size, k, num_top)
+    empty = empty_output(spec.max_rounds, is_idle.size, k, num_top)
     initial = jnp.zeros((), jnp.int32), state, slots.num_drafter_read, empty
     _, state, num_read, packed = lax.while_loop(is_unfinished, body, initial)
-    counts = slots.state.token_counts if temperature_only else state.token_counts
+    counts = slots.state.token_counts if spec.temperature_only else state.token_counts
     state = dataclasses.replace(state, token_counts=counts)
     slots = dataclasses.replace(slots, state=state, num_drafter_read=num_read)
     num_unread = state.lengths - num_read if is_separate else jnp.zeros_like(num_read)

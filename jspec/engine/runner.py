@@ -20,6 +20,7 @@ from jspec.engine import programs
 from jspec.engine.constraints import Constraint, Constraints, allowed
 from jspec.engine.exported_programs import lower
 from jspec.engine.memory_budget import release_freed_memory
+from jspec.engine.program_inputs import CallLimits, RoundSpec, TextPiece
 from jspec.engine.slot_output import Packed, Piece, Scores
 from jspec.engine.slots import AnyDrafter, Bools, Ints, Sizes, Slots, Variant, empty_slots, get_row
 from jspec.engine.weights import check_exist, check_unchanged
@@ -172,9 +173,9 @@ class Runner:
         """Run up to `rounds` rounds.
 
         Args:
-            num_draft_tokens, rounds, stop: same as in `programs.decode_rounds`.
+            num_draft_tokens, rounds, stop: same as in `RoundSpec` and `CallLimits`.
             variant: the maximum of all active rows' variants.
-            stop_when_done: same as in `programs.decode_rounds`; None for no row.
+            stop_when_done: same as in `CallLimits`; None for no row.
             rows: same as in `programs.decode_rounds`; None for all slots. The number of rows must be one of the numbers
                 of slots in `Sizes.shapes`.
         """
@@ -211,10 +212,9 @@ class Runner:
         self._slots = self._program("assign_slot")(self._weights, self._slots, Number(slot), row, *numbers)
 
     def _prefill(self, slot: int, piece: Ints, start: int, count: int, scored: bool) -> Scores | None:
-        chunk, numbers = piece.shape[1] - 1, cast(list[object], [Number(slot), piece, Number(start), Number(count)])
-        if chunk == self.sizes.chunks[0]:
-            numbers.append(np.bool_(scored))
-        self._slots, scores = self._program("prefill", chunk)(self._weights, self._slots, *numbers)
+        chunk, text = piece.shape[1] - 1, TextPiece.on_host(piece, start, count)
+        flags = [np.bool_(scored)] if chunk == self.sizes.chunks[0] else []
+        self._slots, scores = self._program("prefill", chunk)(self._weights, self._slots, Number(slot), text, *flags)
         return scores if scored else None
 
     def _prefill_batch(self, pieces: Ints, starts: Ints, counts: Ints, chosen: Ints, num_chosen: int) -> None:
@@ -229,7 +229,8 @@ class Runner:
     ) -> Packed:
         chosen = () if rows is None else (np.asarray(rows, np.int32),)
         program = self._program("decode_rounds", num_draft_tokens, variant, len(stop) if rows is None else len(rows))
-        self._slots, packed = program(self._weights, self._slots, stop, Number(rounds), stop_when_done, *chosen)
+        limits = CallLimits.on_host(stop, rounds, stop_when_done)
+        self._slots, packed = program(self._weights, self._slots, limits, *chosen)
         jax.tree.map(lambda part: part.copy_to_host_async(), packed)
         return packed
 
@@ -327,11 +328,10 @@ class Runner:
             row = jax.eval_shape(get_row, self._slot_shapes.params, number)
             return programs.assign_slot, (number, row, number, number, number)
         if name == "prefill":
-            piece = jax.ShapeDtypeStruct((1, options[0] + 1), np.int32)
+            piece = TextPiece.on_host(np.zeros((1, options[0] + 1), np.int32), 0, 0)
             if options[0] > sizes.chunks[0]:
-                return programs.prefill, (number, piece, number, number)
-            scored = functools.partial(programs.prefill, num_top=sizes.top_logprobs)
-            return scored, (number, piece, number, number, np.bool_(False))
+                return programs.prefill, (number, piece)
+            return functools.partial(programs.prefill, num_top=sizes.top_logprobs), (number, piece, np.bool_(False))
         if name == "prefill_batch":
             row = jax.ShapeDtypeStruct((sizes.slots,), np.int32)
             pieces = jax.ShapeDtypeStruct((sizes.slots, sizes.chunks[0] + 1), np.int32)
@@ -339,12 +339,11 @@ class Runner:
         if name == "catch_up_drafter":
             return functools.partial(programs.catch_up_drafter, chunk=sizes.chunks[0]), (number, number)
         k, variant, count = options
-        features: dict[str, object] = {"num_draft_tokens": k, "temperature_only": variant is Variant.TEMPERATURE_ONLY}
+        spec = RoundSpec(self.rule, k, sizes.rounds, temperature_only=variant is Variant.TEMPERATURE_ONLY)
         if variant >= Variant.FULL:
-            features["num_top"] = sizes.top_logprobs
+            spec = dataclasses.replace(spec, num_top=sizes.top_logprobs)
         if variant is Variant.CONSTRAINED:
-            features["constrain"] = functools.partial(allowed, vocab_size=self._vocab_size)
-        decode_rounds = functools.partial(programs.decode_rounds, rule=self.rule, max_rounds=sizes.rounds, **features)
-        rows = jax.ShapeDtypeStruct((sizes.slots,), bool)
+            spec = dataclasses.replace(spec, constrain=functools.partial(allowed, vocab_size=self._vocab_size))
+        rows = np.zeros(sizes.slots, bool)
         chosen = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
-        return decode_rounds, (rows, number, rows, *chosen)
+        return functools.partial(programs.decode_rounds, spec=spec), (CallLimits.on_host(rows, 0, rows), *chosen)
