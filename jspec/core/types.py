@@ -61,6 +61,12 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an int of at least 1; got {value!r}.")
 
 
+def check_counts(**values: object) -> None:
+    """Raise ValueError unless all values are ints of at least 1."""
+    for name, value in values.items():
+        check_count(name, value)
+
+
 def longer_by_padding(size: int, vocab_size: int) -> bool:
     """Return whether `size` looks like `vocab_size` padded for fast matrix products.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jspec.acceptance import Rule
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import check_count
+from jspec.core.types import check_counts
 from jspec.decoding.inputs import PromptBatch
 from jspec.decoding.validate_arguments import check_arguments, check_rule
 from jspec.drafters.base import DraftSource
@@ -82,8 +82,7 @@ class Engine:
         max_length = arguments.length(target, draft, max_length)
         counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens}
         counts |= {"rounds": rounds, "the smallest of chunks": min(chunks, default=0)}
-        for name, value in counts.items():
-            check_count(name, value)
+        check_counts(**counts)
         drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
         if drafter is not None:
             lengths = arguments.lengths(target, drafter, num_draft_tokens, rule)

@@ -14,7 +14,7 @@ from convert.config import LlamaConfig, read_config
 from convert.source import resolve_config
 from jspec import theory
 from jspec.core.devices import Device, find
-from jspec.core.types import check_count, same_but_for_padding
+from jspec.core.types import check_counts, same_but_for_padding
 from jspec.models.llama import Llama
 from jspec.models.quantize import check_kind
 from jspec.planning.memory import Footprint, Weights
@@ -213,8 +213,7 @@ def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
 
 def _check(batch: object, length: int, prompt: int, limit: int, acceptance: object, num_draft_tokens: object) -> None:
     """Raise ValueError if an argument is out of range."""
-    for name, value in (("batch", batch), ("length", length), ("prompt", prompt)):
-        check_count(name, value)
+    check_counts(batch=batch, length=length, prompt=prompt)
     if length > limit:
         raise ValueError(f"length={length} is more than the {limit} positions that both models have; reduce it.")
     if prompt > length:

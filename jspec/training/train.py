@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.tokenizer import Tokenizer
-from jspec.core.types import check_count
+from jspec.core.types import check_count, check_counts
 from jspec.decoding.validate_arguments import check_target
 from jspec.drafters import ModelDrafter, MultiDrafter
 from jspec.drafters.standalone.model import as_drafter
@@ -75,8 +75,8 @@ class Recipe:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}.")
         if self.loss not in LOSSES:
             raise ValueError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}.")
-        for name in ("steps", "depth", "step_tokens", "length", "draft_vocab", "boost"):
-            check_count(name, getattr(self, name))
+        check_counts(steps=self.steps, depth=self.depth, step_tokens=self.step_tokens, length=self.length)
+        check_counts(draft_vocab=self.draft_vocab, boost=self.boost)
         if self.length < self.depth + 2:
             raise ValueError(
                 f"length is {self.length}; expected at least {self.depth + 2}, two tokens more than a "

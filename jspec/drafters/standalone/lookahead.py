@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jspec.core.keys import positions_from
 from jspec.core.tree import Tree
-from jspec.core.types import Draft, Verdict, check_count, pytree
+from jspec.core.types import Draft, Verdict, check_counts, pytree
 from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import NoPrefill
 from jspec.drafters.drafts import one_hot_draft
@@ -63,8 +63,7 @@ class LookaheadDrafter(NoPrefill[_State]):
     num_top_tokens = 1
 
     def __post_init__(self) -> None:
-        for name in ("window", "ngram", "guesses"):
-            check_count(name, getattr(self, name))
+        check_counts(window=self.window, ngram=self.ngram, guesses=self.guesses)
         if self.ngram == 1:
             raise ValueError("ngram=1 leaves no token to draft after the first; use at least 2.")
 

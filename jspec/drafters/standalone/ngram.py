@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from jspec.core.tree import Tree
-from jspec.core.types import Draft, check_count
+from jspec.core.types import Draft, check_counts
 from jspec.drafters.base import Context, Stateless, as_tree
 from jspec.drafters.drafts import one_hot_draft
 
@@ -41,8 +41,7 @@ class NGramDrafter(Stateless[tuple[()]]):
     vocab_size = None
 
     def __post_init__(self) -> None:
-        for name in ("max_ngram", "min_ngram"):
-            check_count(name, getattr(self, name))
+        check_counts(max_ngram=self.max_ngram, min_ngram=self.min_ngram)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
         if self.tree is not None:

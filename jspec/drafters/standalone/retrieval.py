@@ -20,7 +20,7 @@ from convert.unfinished import deleted_in_the_end
 from jspec.core.row_ops import tally
 from jspec.core.sharding import vary_like
 from jspec.core.tree import Level, Tree
-from jspec.core.types import check_count
+from jspec.core.types import check_counts
 from jspec.drafters.base import Context
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.standalone.tables import checked_tokens
@@ -56,12 +56,17 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
     num_matches: int = 16
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_count(name, getattr(self, name))
+        check_counts(**self._sizes)
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram={self.min_ngram} is more than max_ngram={self.max_ngram}; swap them.")
         if self.num_matches < 2:
             raise ValueError("num_matches=1 covers only one side of the position in the sorted order; use at least 2.")
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """The fields that are not arrays."""
+        sizes = self.vocab_size, self.max_ngram, self.min_ngram, self.num_matches
+        return dict(zip(_SIZES, sizes, strict=True))
 
     @classmethod
     def from_tokens(
@@ -72,8 +77,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         Raises:
             ValueError: there are no tokens, tokens are outside the vocabulary, or sizes are invalid.
         """
-        check_count("vocab_size", vocab_size)
-        check_count("max_ngram", max_ngram)
+        check_counts(vocab_size=vocab_size, max_ngram=max_ngram)
         tokens = checked_tokens(tokens, vocab_size, 1)
         tokens, order = (jnp.asarray(array, jnp.int32) for array in (tokens, _sorted(tokens, max_ngram)))
         return cls(tokens, order, vocab_size, max_ngram, min_ngram, num_matches)
@@ -143,7 +147,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path.parent} is not a directory; create it, or choose another path.")
-        notes = {"format": _FORMAT} | {name: str(getattr(self, name)) for name in _SIZES}
+        notes = {"format": _FORMAT} | {name: str(size) for name, size in self._sizes.items()}
         content = save({"tokens": np.asarray(self.tokens), "order": np.asarray(self.order)}, notes)
         folder = path.with_name(f".datastore-{secrets.token_hex(4)}")
         with deleted_in_the_end(folder):

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jspec.core.probs import foreseen
 from jspec.core.sampling import token_probs, without_filters
 from jspec.core.tree import Branches, DynamicTree, Level, Tree
-from jspec.core.types import Draft, PyTree, Verdict, check_count, pytree
+from jspec.core.types import Draft, PyTree, Verdict, check_counts, pytree
 from jspec.drafters.base import Context, DraftSource
 from jspec.drafters.capabilities import WrapperDrafter
 from jspec.drafters.chunked_prefill import prefill_chunk
@@ -75,8 +75,7 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", as_branching(self.draft))
-        for name in ("num_nodes", "max_depth", "width"):
-            check_count(name, getattr(self, name))
+        check_counts(num_nodes=self.num_nodes, max_depth=self.max_depth, width=self.width)
         most = self.width + self.width**2 * (self.max_depth - 1)
         if self.num_nodes > most:
             raise ValueError(
