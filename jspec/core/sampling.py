@@ -72,7 +72,7 @@ class SamplingParams:
         Tracing can then leave out the filters that are off. Parameters from `tree_unflatten` keep their children,
         whatever their values are.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = by_name(self)
         children = vars(self).get("_children") or tuple(
             name for name, value in fields.items() if name == "temperature" or not _is_default(name, value)
         )
@@ -94,12 +94,20 @@ jax.export.register_pytree_node_serialization(
 )
 
 
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+
+
+def by_name(params: SamplingParams) -> dict[str, PyTree]:
+    """Return all fields of `params` by name."""
+    return {name: value for name, value in vars(params).items() if name in _DEFAULTS}
+
+
 def _is_default(name: str, value: object) -> bool:
     """Return whether a field holds its default, as a plain number or None.
 
     Arrays on a device never count as defaults, so that this does not wait for their values.
     """
-    default = getattr(SamplingParams, name)
+    default = _DEFAULTS[name]
     if value is None or default is None:
         return value is default
     return isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0 and bool(value == default)
@@ -169,7 +177,7 @@ def draft_transforms(params: SamplingParams) -> LogitsTransforms:
 
 def broadcast_rows(transforms: LogitsTransforms, batch: int) -> LogitsTransforms:
     """Return `transforms` with one float32 entry per row: ``[B]``, and ``[B, V]`` for the bias."""
-    fields = {field.name: getattr(transforms, field.name) for field in dataclasses.fields(transforms)}
+    fields = dict(vars(transforms))
     bias = fields.pop("bias")
     rows = jax.tree.map(lambda value: jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,)), fields)
     if bias is not None:

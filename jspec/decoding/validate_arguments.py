@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from convert.config import LlamaConfig
 from jspec.acceptance import RULES, Rule
 from jspec.acceptance.base import as_rule
-from jspec.core.sampling import SamplingParams
+from jspec.core.sampling import SamplingParams, by_name
 from jspec.core.transfers import values, values_if_known
 from jspec.core.types import PyTree, passed, same_but_for_padding
 from jspec.decoding.inputs import AnyArray, PromptBatch
@@ -64,7 +64,7 @@ def check_arguments(
 def _check_capabilities(target: Llama, drafter: Drafter[PyTree] | None) -> None:
     """Raise if a drafter needs features that the target does not have, or embeddings that the target cannot read."""
     kind, features, embeddings = kind_of(drafter), features_of(drafter), embeddings_of(drafter)
-    if (features or embeddings is not None) and not hasattr(target, "forward_with_features"):
+    if (features or embeddings is not None) and _missing(target, "forward_with_features"):
         wants = "reads hidden states of" if features else "has embeddings for"
         raise TypeError(
             f"{kind} {wants} the target, but {type(target).__name__} has no forward_with_features; use a jspec.Llama."
@@ -114,7 +114,7 @@ def as_arrays(
     if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
         ends = ends[None]
     if isinstance(sampling, SamplingParams):
-        fields = ((field.name, cast(object, getattr(sampling, field.name))) for field in dataclasses.fields(sampling))
+        fields = by_name(sampling).items()
         lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "pass one number for each row") for name, value in lists.items()}
         sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
@@ -130,12 +130,13 @@ def check_rule(accept: object) -> Rule:
     """
     if isinstance(accept, str) and accept in RULES:
         return RULES[accept]
-    if isinstance(accept, type) and hasattr(accept, "accept"):
+    has_accept = not _missing(accept, "accept")
+    if isinstance(accept, type) and has_accept:
         raise TypeError(
             f"accept is the class {accept.__name__}; pass an instance of it, such as {accept.__name__}(...) (see "
             "jspec.rules)."
         )
-    if isinstance(accept, str | type) or not hasattr(accept, "accept"):
+    if isinstance(accept, str | type) or not has_accept:
         raise ValueError(
             f"accept={accept!r} is not an acceptance rule; choose one of {sorted(RULES)}, or pass an object such "
             "as jspec.Lenient(0.5) (see jspec.rules)."
@@ -174,17 +175,12 @@ def check_whole(name: str, value: object, or_else: str = "") -> None:
 
 
 def _check_draft_length(num_draft_tokens: object, drafter: Drafter[PyTree] | None) -> None:
-    if isinstance(num_draft_tokens, type) or not hasattr(num_draft_tokens, "budget"):
+    if isinstance(num_draft_tokens, type) or _missing(num_draft_tokens, "budget"):
         if not (isinstance(num_draft_tokens, str) and num_draft_tokens == "auto"):
             check_whole("num_draft_tokens", num_draft_tokens, or_else='"auto", an object such as jspec.UpTo(8), or ')
         return
     kind = type(num_draft_tokens).__name__
-    missing = [
-        name
-        for name in ("max_draft_tokens", "needs_confidence", "init", "continues", "update")
-        if not hasattr(num_draft_tokens, name)
-    ]
-    if missing:
+    if missing := _missing(num_draft_tokens, "max_draft_tokens", "needs_confidence", "init", "continues", "update"):
         raise TypeError(
             f"num_draft_tokens is of type {kind}, which lacks {', '.join(missing)}; see jspec.drafters.draft_length."
         )
@@ -206,12 +202,16 @@ def _check_draft_length(num_draft_tokens: object, drafter: Drafter[PyTree] | Non
 
 def check_target(target: object) -> None:
     """Raise TypeError unless `target` has the attributes that decoding needs."""
-    missing = [name for name in ("config", "new_cache", "forward", "logits") if not hasattr(target, name)]
-    if missing:
+    if missing := _missing(target, "config", "new_cache", "forward", "logits"):
         raise TypeError(
             f"target is of type {type(target).__name__}, which lacks {', '.join(missing)}; pass a model, such as "
             "one from jspec.load(...)."
         )
+
+
+def _missing(value: object, *names: str) -> list[str]:
+    """Return which of the attributes `names` an object that a caller passed does not have."""
+    return [name for name in names if not hasattr(value, name)]
 
 
 def _check_drafter(drafter: Drafter[PyTree] | None, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jspec.core.sampling import SamplingParams
+from jspec.core.sampling import SamplingParams, by_name
 from jspec.core.transfers import values_if_known
 
 # For each name, a description of the allowed values, and a test for a NumPy array of values.
@@ -32,8 +32,9 @@ def check_sampling(sampling: object, batch: int, vocab_size: int) -> None:
     """Raise ValueError or TypeError for the first invalid sampling parameter of a batch."""
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling is of type {type(sampling).__name__}; pass a jspec.SamplingParams.")
+    fields = by_name(sampling)
     for name, (allowed, test) in RANGES.items():
-        value = getattr(sampling, name)
+        value = fields[name]
         if name.startswith("draft_") and value is None:
             continue
         if not _is_number(value) or np.shape(value) not in ((), (batch,)):

@@ -59,7 +59,7 @@ class Request:
             return Variant.FULL
         parts = (target_transforms(self.sampling), draft_transforms(self.sampling))
         temperature_only = all(
-            getattr(part, field) is None for part in parts for field in vars(part) if field != "temperature"
+            value is None for part in parts for name, value in vars(part).items() if name != "temperature"
         )
         return Variant.TEMPERATURE_ONLY if temperature_only else Variant.FULL
 
@@ -93,8 +93,9 @@ def _row(transforms: LogitsTransforms, vocab_size: int) -> LogitsTransforms:
     """Return `transforms` as a batch of one, with every field filled in."""
     neutral = dataclasses.replace(NEUTRAL, bias=np.zeros(vocab_size, np.float32))
     fields: dict[str, PyTree] = {}
+    given = vars(transforms)
     for name, off in vars(neutral).items():
-        value = getattr(transforms, name)
+        value = given[name]
         fields[name] = _entry(name, off if value is None else value, np.shape(off), np.float32)
     return LogitsTransforms(**fields)
 

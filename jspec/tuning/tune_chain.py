@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from jspec import theory
-from jspec.core.sampling import SamplingParams
+from jspec.core.sampling import SamplingParams, by_name
 from jspec.core.tree import Tree
 from jspec.core.types import ACCEPTED, PADDING, Output, PyTree
 from jspec.drafters.draft_length import doubling
@@ -207,9 +207,11 @@ def remembered(models: PyTree, key: Hashable, find: Callable[[], Tuning]) -> Tun
         return _answers[key]
 
 
-def _description(leaf: Any) -> Hashable:
+def _description(leaf: PyTree) -> Hashable:
     """Return the properties of a leaf that affect a program's running time. A plain number is returned as it is."""
-    return (leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) if hasattr(leaf, "shape") else leaf
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "shape") else leaf
 
 
 def tuning_key(tokens: Array | np.ndarray, max_new_tokens: int, sampling: SamplingParams) -> tuple[Hashable, ...]:
@@ -220,7 +222,7 @@ def tuning_key(tokens: Array | np.ndarray, max_new_tokens: int, sampling: Sampli
     Limits are ignored.
     """
     batch, width = tokens.shape
-    fields = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    fields = by_name(sampling)
     del fields["max_tokens"]
     return batch, (width + max_new_tokens - 1).bit_length(), tuple(map(_kind, fields.values()))
 
