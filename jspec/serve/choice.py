@@ -27,7 +27,7 @@ class Choice:
         self.index, self.prompt, self._parsed = index, index // parsed.body.n, parsed
         body, prompt = parsed.body, parsed.prompts[self.prompt]
         # If echoed token ids end with an incomplete character, the generated text shows that character.
-        shows_prompt = not parsed.echoes or isinstance(getattr(body, "prompt", ())[self.prompt], str)
+        shows_prompt = not parsed.echoes or isinstance(parsed.given_prompts[self.prompt], str)
         options: dict[str, Any] = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
         self.writer = StopAwareDetokenizer(served.tokenizer, prompt, parsed.stop, **options, shows_prompt=shows_prompt)
         self.active_request: ActiveRequest | None = None

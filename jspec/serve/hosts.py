@@ -107,4 +107,5 @@ def _address(host: str) -> Address | None:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
-    return getattr(address, "ipv4_mapped", None) or address
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

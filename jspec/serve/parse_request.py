@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from jspec.serve.errors import wrong
 from jspec.serve.schemas import Body, ChatBody, CompletionBody
 from jspec.serve.token_text import Names
 from jspec.text import eos_ids
+from jspec.text.chat_template import Prompt
 from jspec.text.template_variables import check_variables
 
 
@@ -82,6 +82,11 @@ class ParsedRequest:
     ends: dict[int, str | int | None]
 
     @property
+    def given_prompts(self) -> Sequence[str | list[int]]:
+        """The prompts of a completion request, as received; empty for a chat request."""
+        return self.body.prompt if isinstance(self.body, CompletionBody) else ()
+
+    @property
     def echoes(self) -> bool:
         """Whether the response repeats the prompts."""
         return isinstance(self.body, CompletionBody) and self.body.echo
@@ -110,13 +115,14 @@ def number_of_choices(body: Body) -> int:
 
 
 def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
-    chat = isinstance(body, ChatBody)
-    prompts: Sequence[Any] = [[one.plain() for one in body.messages]] if chat else getattr(body, param)
-    texts = (
-        ["".join(one["content"] for one in prompts[0])] if chat else [one for one in prompts if isinstance(one, str)]
-    )
+    prompts: Sequence[Prompt] = body.prompt if isinstance(body, CompletionBody) else []
+    texts = [one for one in prompts if isinstance(one, str)]
+    if isinstance(body, ChatBody):
+        messages = [one.plain() for one in body.messages]
+        prompts, texts = [messages], ["".join(one["content"] for one in messages)]
     _check_characters(served, texts, param)
-    _check_ids(served, [] if chat else [one for one in prompts if not isinstance(one, str)], param)
+    if isinstance(body, CompletionBody):
+        _check_ids(served, [one for one in body.prompt if not isinstance(one, str)], param)
     template = _template(served, body)
     try:
         batch = prepare(served.tokenizer, list(prompts), template=template).batch
@@ -129,7 +135,7 @@ def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
 
 def _template(served: Served, body: Body) -> dict[str, object]:
     """Return a chat's template variables. The maximum sequence length limits their size, as it does for messages."""
-    name, given = "chat_template_kwargs", getattr(body, "chat_template_kwargs", {})
+    name, given = "chat_template_kwargs", body.chat_template_kwargs if isinstance(body, ChatBody) else {}
     try:
         _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
         return check_variables(name, given, reserved=("tools",))
@@ -191,7 +197,8 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
         raise wrong(f"{param} holds the id {max(prompt)}, outside the vocabulary of {vocab_size} tokens.", param)
     _check_ids(served, [prompt], param)
     if len(prompt) + (body.max_tokens or 1) > longest:
-        limit = "max_tokens" if getattr(body, "max_completion_tokens", None) is None else "max_completion_tokens"
+        is_new = isinstance(body, ChatBody) and body.max_completion_tokens is not None
+        limit = "max_completion_tokens" if is_new else "max_tokens"
         blamed = limit if limit in body.model_fields_set else param
         raise wrong(
             f"The {param} ({len(prompt)} tokens) and {limit} ({body.max_tokens}) exceed the {longest} tokens that "
@@ -256,4 +263,4 @@ def _bias(given: dict[str, float], vocab_size: int) -> np.ndarray:
 def _top(body: Body) -> int | None:
     if isinstance(body, ChatBody):
         return body.top_logprobs if body.logprobs else None
-    return getattr(body, "logprobs", None)
+    return body.logprobs if isinstance(body, CompletionBody) else None

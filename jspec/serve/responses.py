@@ -125,7 +125,7 @@ class Answer:
             self._prompt_text(choice) if self._parsed.top is None else self._prompt_pieces(choice)
 
     def _prompt_text(self, choice: Choice) -> str:
-        given = getattr(self._parsed.body, "prompt", ())[choice.prompt]
+        given = self._parsed.given_prompts[choice.prompt]
         return given if isinstance(given, str) else "".join(self._prompt_pieces(choice))
 
     def _prompt_pieces(self, choice: Choice) -> list[str]:

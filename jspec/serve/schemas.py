@@ -98,8 +98,9 @@ class ResponseFormat(_Strict):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        given = {"json_schema": self.json_schema, "regex": self.regex}
         for name in ("json_schema", "regex"):
-            if (getattr(self, name) is not None) != (self.type == name):
+            if (given[name] is not None) != (self.type == name):
                 raise PydanticCustomError(
                     "response_format", f"response_format must have {name} if, and only if, its type is {name!r}"
                 )

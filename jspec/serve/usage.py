@@ -40,8 +40,8 @@ class DraftUsage:
         return usage
 
     def __add__(self, other: Self) -> Self:
-        sums = [getattr(self, name) + getattr(other, name) for name in vars(self)]
-        return type(self)(*sums)
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(one + more for one, more in pairs))
 
     @property
     def drafts(self) -> int:
