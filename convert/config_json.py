@@ -1,5 +1,7 @@
 """Conversion of a `LlamaConfig` to the fields of a config.json."""
 
+import dataclasses
+
 from convert.config import LlamaConfig
 from convert.json_fields import Fields
 from convert.rope import RopeConfig
@@ -40,8 +42,8 @@ def fields(config: LlamaConfig) -> Fields:
 
 def _rope(rope: RopeConfig) -> Fields:
     """Return the fields in both the transformers 5 format and the earlier one, because some programs read only one."""
-    used = {name: getattr(rope, name) for name in _USED[rope.kind]}
-    section = {"rope_type": rope.kind, **used}
+    given = dataclasses.asdict(rope)
+    section = {"rope_type": rope.kind} | {name: given[name] for name in _USED[rope.kind]}
     return {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else section,

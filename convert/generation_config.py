@@ -53,7 +53,8 @@ class SamplingDefaults:
 
     def values(self) -> dict[str, float]:
         """Return the recommended values by name."""
-        return {name: value for name in _RANGES if (value := getattr(self, name)) is not None}
+        given = dataclasses.asdict(self)
+        return {name: given[name] for name in _RANGES if given[name] is not None}
 
     def fields(self) -> Fields:
         """Return the content of a generation_config.json with the same recommendations, or {} if there are none."""

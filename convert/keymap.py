@@ -68,11 +68,12 @@ def _entry(name: str, parts: tuple[tuple[str, int], ...], columns: tuple[int, ..
 
 def _layer(config: LlamaConfig, i: int) -> Iterator[Entry]:
     sizes, prefix = _sizes(config), f"layers.{i}."
+    biases = {"attention_bias": config.attention_bias, "qkv_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     for norm, size in _NORMS + (_QK_NORMS if config.qk_norm else ()):
         name = f"{prefix}{norm}.weight"
         yield _entry(name, ((f"model.{name}", sizes[size]),), ())
     for ours, theirs, columns, flags in _LINEARS:
-        biased = any(getattr(config, flag) for flag in flags)
+        biased = any(biases[flag] for flag in flags)
         kinds = [("weight", (sizes[columns],))] + ([("bias", ())] if biased else [])
         for kind, width in kinds:
             parts = tuple((f"model.{prefix}{part}.{kind}", sizes[rows]) for part, rows in theirs)

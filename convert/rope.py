@@ -73,8 +73,9 @@ def _section(section: Json, theta: float, raw: Fields) -> RopeConfig:
 
 def _yarn(section: Fields, theta: float, raw: Fields) -> dict[str, float]:
     """Return the fields of yarn except `factor`, with the defaults of transformers."""
-    given: Fields = {key: section.get(key) or None for key in ("beta_fast", "beta_slow")}  # 0 also counts as missing
-    betas = {key: number(given, key, getattr(RopeConfig, key)) for key in given}
+    defaults = {"beta_fast": RopeConfig.beta_fast, "beta_slow": RopeConfig.beta_slow}
+    given: Fields = {key: section.get(key) or None for key in defaults}  # 0 also counts as missing
+    betas = {key: number(given, key, default) for key, default in defaults.items()}
     if betas["beta_fast"] < betas["beta_slow"]:
         raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
     if theta <= 1:

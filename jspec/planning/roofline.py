@@ -17,9 +17,14 @@ KERNELS_OF = {
 
 def kernels_a_layer(model: Weights, dtype: str) -> int:
     """Return the number of kernels per layer of `model` on a device that computes in `dtype`."""
-    more = KERNELS_OF[dtype]
-    has = {"quantized": model.quantized} | {name: getattr(model.config, name) for name in more if name != "quantized"}
-    return KERNELS_A_LAYER[dtype] + sum(more[name] for name, there in has.items() if there)
+    more, config = KERNELS_OF[dtype], model.config
+    has = {
+        "quantized": model.quantized,
+        "qk_norm": config.qk_norm,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+    return KERNELS_A_LAYER[dtype] + sum(count for name, count in more.items() if has[name])
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:

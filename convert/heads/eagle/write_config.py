@@ -8,7 +8,7 @@ from typing import cast
 from convert import config_json as llama_json
 from convert.errors import CheckpointError
 from convert.heads.eagle.config import EagleConfig, EagleOrigin
-from convert.heads.eagle.parse_config import FLAGS, IDS, LAYER, NVIDIA, parse
+from convert.heads.eagle.parse_config import IDS, LAYER, NVIDIA, parse
 from convert.heads.eagle.tensor_names import LAYOUTS
 from convert.json_fields import Fields
 from convert.json_file import Json
@@ -113,7 +113,11 @@ def _merged(made: Fields, kept: Fields) -> Fields:
 
 
 def _flags(config: EagleConfig) -> Fields:
-    return cast("Fields", {name: getattr(config, name) for name in FLAGS}) | {
+    return {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "draft_vocab_size": config.draft_vocab_size or config.layer.vocab_size,
         "target_hidden_size": config.target_hidden_size,
         IDS: cast("Json", list(config.features)),
