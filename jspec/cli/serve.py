@@ -167,7 +167,7 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         return bound(host, port)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not an address"
+        reason = (error.strerror if isinstance(error, OSError) else None) or "not an address"
         raise UsageError(
             f"cannot listen on --host {host} --port {port}: {reason}; choose another address or port."
         ) from error

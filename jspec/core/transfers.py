@@ -18,10 +18,15 @@ def explicit_transfers() -> Generator[None]:
     Use this for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit, but
     takes twenty times as long for a handful of numbers.
     """
+    config: Any = jax.config
+    guards = (
+        (config.jax_transfer_guard_host_to_device, jax.transfer_guard_host_to_device),
+        (config.jax_transfer_guard_device_to_host, jax.transfer_guard_device_to_host),
+    )
     with contextlib.ExitStack() as stack:
-        for guard in ("transfer_guard_host_to_device", "transfer_guard_device_to_host"):
-            if getattr(jax.config, f"jax_{guard}") in ("disallow", "log"):
-                stack.enter_context(getattr(jax, guard)("allow"))
+        for level, guard in guards:
+            if level in ("disallow", "log"):
+                stack.enter_context(guard("allow"))
         yield
 
 

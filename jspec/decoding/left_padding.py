@@ -22,8 +22,8 @@ def check_right_padded(tokens: _Ints, lengths: _Ints, config: object) -> None:
     """
     first = tokens[:, :1]
     run = np.cumprod(tokens == first, axis=1).sum(axis=1)
-    pad, bos = getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None)
-    ends = list(getattr(config, "eos_token_ids", ()))
+    pad, bos, ends = (getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_ids"))
+    ends = list(ends or ())
     padded = _begins_with_padding(first[:, 0], np.minimum(run, lengths), pad, bos, ends)
     if pad not in (None, bos, *ends):
         padded |= _begins_with_one_pad(tokens, lengths, run, pad)

@@ -15,7 +15,6 @@ exactly where the draft was unsure.
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import ClassVar, Protocol, SupportsIndex, cast
 
 import jax.numpy as jnp
@@ -281,6 +280,12 @@ class _Length(Protocol):
     def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree: ...
 
 
+class _Skipper(Protocol):
+    """The optional method of a draft length."""
+
+    def should_draft(self, state: PyTree, confidence: Array) -> Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class _DuckLength(DraftLength, Adapter):
     """The adapter around a policy that does not derive from `DraftLength`."""
@@ -310,8 +315,7 @@ class _DuckLength(DraftLength, Adapter):
         return self.length.budget(state, batch)
 
     def should_draft(self, state: PyTree, confidence: Array) -> Array:
-        should_draft: Callable[[PyTree, Array], Array] = getattr(self.length, "should_draft")  # noqa: B009
-        return should_draft(state, confidence)
+        return cast(_Skipper, self.length).should_draft(state, confidence)
 
     def continues(self, state: PyTree, confidence: Array) -> Array:
         return self.length.continues(state, confidence)

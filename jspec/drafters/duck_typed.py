@@ -1,12 +1,20 @@
 """The adapter for drafters that do not derive from `Drafter`. Only it checks for the attributes that they may lack."""
 
-from typing import cast
+from collections.abc import Callable
+from typing import Protocol, cast
 
 from jax import Array
 
 from jspec.core.types import Adapter, Draft, PyTree, Verdict, pytree
 from jspec.drafters.base import Context, Drafter, DrafterLike, is_stateless_init
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals, taking_signals
+
+
+class _Reader(Protocol):
+    """A drafter that can prefill a sequence in pieces."""
+
+    @property
+    def read(self) -> Callable[..., PyTree]: ...
 
 
 @pytree
@@ -39,8 +47,7 @@ class DuckDrafter(Drafter[PyTree], Adapter):
         return taking_signals(self.draft.init, "init")(tokens, num_slots, signals)
 
     def read(self, state: PyTree, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> PyTree:
-        read = getattr(self.draft, "read")  # noqa: B009
-        return taking_signals(read, "read")(state, tokens, start, count, signals)
+        return taking_signals(cast(_Reader, self.draft).read, "read")(state, tokens, start, count, signals)
 
     def propose(self, state: PyTree, context: Context, num_draft_tokens: int) -> tuple[Draft, PyTree]:
         return self.draft.propose(state, context, num_draft_tokens)

@@ -62,7 +62,7 @@ class Runner:
         self.commands: list[tuple[str, tuple[object, ...]]] | None = [] if journal else None
         # Flat, because models are deep pytrees and every call would flatten them.
         self._weights, self._structure = cast(tuple[list[object], Hashable], jax.tree.flatten((target, drafter)))
-        shapes = tuple((jax.typeof(leaf), *getattr(leaf, "devices", tuple)()) for leaf in self._weights)
+        shapes = tuple((jax.typeof(x), *(x.devices() if isinstance(x, jax.Array) else ())) for x in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._deferred: list[Key] = []
         self.compile_seconds, self.is_compiling, self.is_lazy, self.is_compiled = 0.0, False, False, False

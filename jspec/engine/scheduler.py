@@ -106,8 +106,13 @@ class ActiveRequest:
         if num_top:
             result.top_logprobs.extend(top[:num_top] for top in output.top_logprobs)
         # Extend `tokens` last, so that another thread that sees the new tokens also finds the rest.
-        for name in ("origins", "logprobs", "raw_logprobs", "accepted", "judged", "drafted", "tokens"):
-            getattr(result, name).extend(getattr(output, name))
+        result.origins.extend(output.origins)
+        result.logprobs.extend(output.logprobs)
+        result.raw_logprobs.extend(output.raw_logprobs)
+        result.accepted.extend(output.accepted)
+        result.judged.extend(output.judged)
+        result.drafted.extend(output.drafted)
+        result.tokens.extend(output.tokens)
         result.distortion += output.distortion
         self.draft_lengths += draft_lengths
 

@@ -2,6 +2,7 @@
 """A call's output for every slot, packed into two arrays, because fewer copies to the host are faster."""
 
 import dataclasses
+import operator
 from collections.abc import Container, Iterable
 from typing import NamedTuple, cast
 
@@ -59,7 +60,7 @@ class Piece(NamedTuple):
 
 def pack(output: RoundOutput) -> Packed:
     """Pack one round's output, ``[S, ...]``."""
-    numbers = jnp.stack([getattr(output, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
+    numbers = jnp.stack([part.astype(jnp.int32) for part in operator.attrgetter(*_NUMBERS)(output)], axis=1)
     top_ids, tops = (part.reshape(len(part), -1) for part in (output.top_ids, output.top_logprobs))
     integers = jnp.concatenate([output.tokens, output.origins.astype(jnp.int32), numbers, top_ids], axis=1)
     floats = [output.logprobs, output.raw_logprobs, output.distortion[:, None], tops]

@@ -119,8 +119,10 @@ class Task:
 
     def _limited(self, sampling: SamplingParams, most: int) -> SamplingParams:
         """Return `sampling` with `max_tokens` capped at `most`. Leave an invalid value for later checks to reject."""
-        wanted = as_array("max_tokens", getattr(sampling, "max_tokens", None))
-        if not isinstance(sampling, SamplingParams) or np.asarray(wanted).dtype.kind not in "iuf":
+        if not isinstance(sampling, SamplingParams):
+            return sampling
+        wanted = as_array("max_tokens", sampling.max_tokens)
+        if np.asarray(wanted).dtype.kind not in "iuf":
             return sampling
         limits = np.where(np.equal(wanted, 0), most, np.minimum(wanted, most))
         limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # same program for scalars and arrays

@@ -44,3 +44,14 @@ class LanguageModel(Protocol):
     def logits(self, hidden: Array) -> Array:
         """Return ``float32[B, S, V]`` for the hidden states of `forward`."""
         ...
+
+
+def vocab_size_of(name: str, model: LanguageModel) -> int:
+    """Return a model's vocabulary size.
+
+    Raises:
+        TypeError: the argument called `name` is not a model.
+    """
+    if not hasattr(model, "config"):
+        raise TypeError(f"{name} is of type {type(model).__name__}; pass a model, such as jspec.load(...).")
+    return model.config.vocab_size

@@ -17,6 +17,7 @@ from jax import Array
 from safetensors import SafetensorError, safe_open
 
 from jspec.core.types import PyTree
+from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.models.llama import Llama
 from jspec.training.batches import Batch, Plan
@@ -83,9 +84,15 @@ def fingerprint(model: PyTree) -> str:
 
 def _config(model: PyTree) -> object:
     """Return the model's static settings, which its arrays do not contain."""
-    if isinstance(model, InOwnFiles):
-        return model.described()
-    return getattr(model, "config", None) or getattr(getattr(model, "head", None), "config", None)
+    match model:
+        case InOwnFiles():
+            return model.described()
+        case EagleDrafter():
+            return model.head.config
+        case Llama():
+            return model.config
+        case _:
+            return None
 
 
 @jax.jit

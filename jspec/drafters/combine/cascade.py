@@ -20,6 +20,7 @@ from jspec.drafters.drafts import as_draft, fit_vocabulary, last_tokens, shared_
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import ModelDrafter, as_part
 from jspec.models.kv_cache import KVCache, prefill, whole_tiles
+from jspec.models.language_model import vocab_size_of
 from jspec.models.llama import Llama
 
 _Caches = tuple[KVCache, PyTree]
@@ -65,9 +66,7 @@ class CascadeDrafter(Drafter[_Caches]):
 
     @property
     def vocab_size(self) -> int | None:
-        if not hasattr(self.middle, "config"):
-            raise TypeError(f"middle is of type {type(self.middle).__name__}; pass a model, such as jspec.load(...).")
-        return shared_vocabulary(type(self).__name__, self.middle.config.vocab_size, self._small.vocab_size)
+        return shared_vocabulary(type(self).__name__, vocab_size_of("middle", self.middle), self._small.vocab_size)
 
     @property
     def max_positions(self) -> int:

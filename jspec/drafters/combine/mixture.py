@@ -106,10 +106,11 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
 
 def _check_weight(weight: object) -> None:
     """Raise ValueError unless `weight` is a number between 0 and 1. A traced `weight` only has to be a scalar."""
-    scalar = getattr(weight, "shape", ()) == ()
-    if scalar and isinstance(weight, jax.core.Tracer):
-        return
-    if not (scalar and _is_numeric(weight) and 0 <= float(weight) <= 1):
+    if isinstance(weight, jax.core.Tracer):
+        is_valid = weight.shape == ()
+    else:
+        is_valid = _is_numeric(weight) and np.shape(cast(ArrayLike, weight)) == () and 0 <= float(weight) <= 1
+    if not is_valid:
         raise ValueError(f"weight must be one number between 0 and 1; got {weight!r}.")
 
 

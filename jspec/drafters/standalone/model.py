@@ -16,7 +16,7 @@ from jspec.drafters.duck_typed import adapted
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, keep, prefill
-from jspec.models.language_model import LanguageModel
+from jspec.models.language_model import LanguageModel, vocab_size_of
 from jspec.models.llama import Llama
 from jspec.models.load import load, save
 
@@ -52,9 +52,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 
     @property
     def vocab_size(self) -> int:
-        if not hasattr(self.model, "config"):
-            raise TypeError(f"model is of type {type(self.model).__name__}; pass a model, such as jspec.load(...).")
-        return self.model.config.vocab_size
+        return vocab_size_of("model", self.model)
 
     @property
     def max_positions(self) -> int:
