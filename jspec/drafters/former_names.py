@@ -33,6 +33,6 @@ def as_named_by(method: Callable[..., object], arguments: Mapping[str, Value]) -
     parameters = inspect.signature(method).parameters
     if _CURRENT in parameters:
         return to_current(arguments)
-    if _FORMER in parameters or hasattr(getattr(method, "__self__", None), "num_likeliest"):
+    if _FORMER in parameters or (inspect.ismethod(method) and former_num_top_tokens(method.__self__)):
         return {_FORMER if name == _CURRENT else name: value for name, value in arguments.items()}
     return dict(arguments)
