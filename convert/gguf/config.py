@@ -40,6 +40,8 @@ ARCHITECTURES = {
     "llama": Architecture(
         "llama", "LlamaForCausalLM", True, {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
     ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", interleaved=False),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", interleaved=False),
 }
 # Key without the architecture's prefix -> name in config.json. Keys in none of these tables are rejected.
 _FIELDS = {

@@ -66,7 +66,7 @@ def test_undequantisable_types_are_rejected_by_name(tmp_path, kind):
         convert.load(file)
 
 
-@pytest.mark.parametrize("variant", ["gqa", "mha", "mqa_tied", "attention_bias", "mlp_bias"])
+@pytest.mark.parametrize("variant", ["gqa", "mha", "mqa_tied", "attention_bias", "mlp_bias", "qwen2_tied", "qwen3"])
 def test_every_model_feature_is_loaded(tmp_path, variant):
     changes = checkpoints.VARIANTS[variant]
     file, weights = model(tmp_path / "x.gguf", **changes)

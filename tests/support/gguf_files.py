@@ -31,21 +31,22 @@ TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}\n{{ m['content'] | tri
 
 def metadata(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a model with this config and a byte-level tokenizer."""
+    kind = {"mistral": "llama"}.get(raw["model_type"], raw["model_type"])
     return {
-        "general.architecture": "llama",
+        "general.architecture": kind,
         "general.name": "tiny",
-        "llama.block_count": raw["num_hidden_layers"],
-        "llama.context_length": raw["max_position_embeddings"],
-        "llama.embedding_length": raw["hidden_size"],
-        "llama.feed_forward_length": raw["intermediate_size"],
-        "llama.attention.head_count": raw["num_attention_heads"],
-        "llama.attention.head_count_kv": raw["num_key_value_heads"],
-        "llama.rope.freq_base": np.float32(raw["rope_parameters"]["rope_theta"]),
-        "llama.rope.dimension_count": raw["head_dim"],
-        "llama.attention.key_length": raw["head_dim"],
-        "llama.attention.value_length": raw["head_dim"],
-        "llama.attention.layer_norm_rms_epsilon": np.float32(raw["rms_norm_eps"]),
-        "llama.vocab_size": raw["vocab_size"],
+        f"{kind}.block_count": raw["num_hidden_layers"],
+        f"{kind}.context_length": raw["max_position_embeddings"],
+        f"{kind}.embedding_length": raw["hidden_size"],
+        f"{kind}.feed_forward_length": raw["intermediate_size"],
+        f"{kind}.attention.head_count": raw["num_attention_heads"],
+        f"{kind}.attention.head_count_kv": raw["num_key_value_heads"],
+        f"{kind}.rope.freq_base": np.float32(raw["rope_parameters"]["rope_theta"]),
+        f"{kind}.rope.dimension_count": raw["head_dim"],
+        f"{kind}.attention.key_length": raw["head_dim"],
+        f"{kind}.attention.value_length": raw["head_dim"],
+        f"{kind}.attention.layer_norm_rms_epsilon": np.float32(raw["rms_norm_eps"]),
+        f"{kind}.vocab_size": raw["vocab_size"],
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": TOKENS[: raw["vocab_size"]],
@@ -60,8 +61,9 @@ def metadata(raw: dict[str, Any]) -> dict[str, Any]:
 
 def tensors(raw: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return arrays by GGUF name from Hugging Face's, with rows of q and k in the order of llama.cpp's converter."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, raw["num_hidden_layers"])
-    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    kind = raw["model_type"] if raw["model_type"].startswith("qwen") else "llama"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], raw["num_hidden_layers"])
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]} if kind == "llama" else {}
     found = {}
     for name, array in weights.items():
         for projection, count in heads.items():
@@ -86,14 +88,14 @@ def stored(array: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
 def write(
     file: Path, keys: dict[str, Any], arrays: dict[str, np.ndarray], kinds: dict[str, Kind] | None = None
 ) -> Path:
-    """Write a file with the library, in float32 except for `kinds`."""
+    """Write a file with the library, in float32 except for `kinds`. Arrays of bytes are written as they are."""
     writer = gguf.GGUFWriter(file, keys["general.architecture"])
     for key, value in keys.items():
         if key != "general.architecture":
             writer.add_key_value(key, value, _type(value), _type(value[0]) if isinstance(value, list) else None)
     for name, array in arrays.items():
         kind = (kinds or {}).get(name, Kind.F32)
-        writer.add_tensor(name, stored(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, array if array.dtype == np.uint8 else stored(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
