@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convert import dtypes, keymap
+from convert import blocks, dtypes, keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, listing
 from convert.safetensors_reader import Tensor, row_chunks, scan
@@ -138,6 +138,55 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
         CheckpointError: under the same conditions as `filled`.
     """
     return filled(found, keymap.entries(config), dtype)
+
+
+def stream_packed(
+    found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype
+) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
+    """Yield the same as `stream`, but every matrix as it is stored, if its format can be packed.
+
+    Raises:
+        CheckpointError: under the same conditions as `filled`, or a scale is not finite.
+    """
+    widened: list[str] = []
+    for entry in keymap.entries(config):
+        tensors = [found[part.hf_name] for part in entry.parts]
+        if len(entry.shape) == 2 and all(blocks.row_bytes(tensor.format, entry.shape[1]) for tensor in tensors):
+            yield entry.name, _stored_parts(tensors)
+            continue
+        if len(entry.shape) == 2:
+            widened += [f"{tensor.name} ({tensor.format})" for tensor in tensors]
+        yield from filled(found, [entry], dtype)
+    if widened:
+        _LOG.info("%s are widened to %s, because their formats cannot be packed.", listing(widened), dtype)
+
+
+def _stored_parts(tensors: list[Tensor]) -> blocks.StoredParts:
+    """Return the tensors as matrices in tiles. Consecutive tensors of one format become one matrix."""
+    parts: list[tuple[Tensor, ...]] = []
+    for tensor in tensors:
+        last = parts[-1] if parts else ()
+        if last and last[-1].format == tensor.format and last[-1].shape[0] % blocks.LANES == 0:
+            parts[-1] = (*last, tensor)
+        else:
+            parts.append((tensor,))
+    return tuple(map(_tiled, parts))
+
+
+def _tiled(tensors: tuple[Tensor, ...]) -> blocks.StoredMatrix:
+    name, width = tensors[0].format, tensors[0].shape[1]
+    count = sum(tensor.shape[0] for tensor in tensors)
+    nbytes = blocks.row_bytes(name, width)
+    tiles = np.empty((-(-count // blocks.LANES), blocks.LANES * nbytes), np.uint8)
+    at = 0
+    for tensor in tensors:
+        for rows in row_chunks((tensor.shape[0], nbytes), 1, blocks.LANES):
+            stored = tensor.read_stored(rows)
+            blocks.check_finite(name, stored, tensor.name)
+            part = blocks.interleave(name, stored)
+            tiles[at : at + len(part)] = part
+            at += len(part)
+    return blocks.StoredMatrix(name, (count, width), tiles)
 
 
 def filled(

@@ -7,13 +7,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from convert import dtypes, from_hf, notes, store, weight_files
+from convert.blocks import StoredParts
 from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, gguf_config, read_config
 from convert.gguf import header as gguf_header
 from convert.gguf import reader as from_gguf
+from convert.safetensors_reader import Tensor
 from convert.source import resolve
 
 Arrays = Iterator[tuple[str, np.ndarray]]
+PackedArrays = Iterator[tuple[str, np.ndarray | StoredParts]]
 
 
 def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Checkpoint:
@@ -41,22 +44,43 @@ def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) ->
         CheckpointError: under the same conditions as `load`, either immediately or while the arrays are read.
     """
     target = None if dtype is None else dtypes.parse(dtype)
+    config, directory, found = _open(source, revision)
+    if found is None:
+        return config, directory, store.stream(directory, config, target)
+    return config, directory, from_hf.stream(found, config, target or _usual_dtype(found, directory))
+
+
+def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Path, PackedArrays]:
+    """Return the same as `stream`, but matrices as they are stored, where their format can be packed (`blocks`).
+
+    Raises:
+        CheckpointError: under the same conditions as `stream`.
+    """
+    target = dtypes.parse(dtype)
+    config, directory, found = _open(source, None)
+    if found is None:
+        return config, directory, store.stream_packed(directory, config, target)
+    return config, directory, from_hf.stream_packed(found, config, target)
+
+
+def _open(source: str | Path, revision: str | None) -> tuple[LlamaConfig, Path, dict[str, Tensor] | None]:
+    """Return the config, the local path, and the tensors by Hugging Face name. A converted directory has no tensors."""
     directory = resolve(source, revision)
     if directory.is_file():
         header = gguf_header.read(directory)
         config = gguf_config(header)
         notes.log_gguf(header)
-        found = from_gguf.tensors(header, config)
-        return config, directory, from_hf.stream(found, config, target or from_gguf.usual_dtype(found))
+        return config, directory, from_gguf.tensors(header, config)
     if store.is_store(directory):
         store.verify(directory)
-        config = read_config(directory)
-        return config, directory, store.stream(directory, config, target)
+        return read_config(directory), directory, None
     config = _config(directory)
     notes.log_directory(directory)
-    found = from_hf.tensors(directory, config)
-    target = from_hf.stored_dtype(found, directory) if target is None else target
-    return config, directory, from_hf.stream(found, config, target)
+    return config, directory, from_hf.tensors(directory, config)
+
+
+def _usual_dtype(found: dict[str, Tensor], source: Path) -> np.dtype:
+    return from_gguf.usual_dtype(found) if source.is_file() else from_hf.stored_dtype(found, source)
 
 
 def check(source: str | Path) -> None:

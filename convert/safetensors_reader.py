@@ -41,6 +41,15 @@ class Tensor:
         with opened(self.file) as handle:
             return handle.get_slice(self.name)[rows]
 
+    @property
+    def format(self) -> str:
+        """The tensor's format, which may be a key of `convert.blocks.FORMATS`."""
+        return {dtype: code for code, dtype in dtypes.BY_SAFETENSORS_CODE.items()}.get(self.dtype, "")
+
+    def read_stored(self, rows: slice) -> np.ndarray:
+        """Return a copy of `rows` of a matrix as the file stores them, ``uint8[rows, row_bytes]``."""
+        return np.ascontiguousarray(self.read(rows)).view(np.uint8)
+
 
 class Slice(Protocol):
     """A tensor in an open file, as safetensors returns it."""
@@ -148,8 +157,8 @@ def scan(
     return found
 
 
-def row_chunks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
-    """Yield slices of axis 0 that cover `shape`, each of about 16 MiB."""
-    step = max(1, _CHUNK_BYTES // max(1, itemsize * math.prod(shape[1:])))
+def row_chunks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[slice]:
+    """Yield slices of axis 0 that cover `shape`, each of about 16 MiB. They begin at multiples of `multiple`."""
+    step = max(1, _CHUNK_BYTES // max(1, itemsize * math.prod(shape[1:])) // multiple) * multiple
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))

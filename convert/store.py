@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from convert import dtypes, manifest
+from convert import blocks, dtypes, manifest
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, brief, listing, raised_alone
 from convert.json_fields import Fields
@@ -111,6 +111,22 @@ def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iter
             for rows in row_chunks(arrays[name].shape, arrays[name].itemsize):
                 dtypes.check_cast(arrays[name][rows], stored, name)
             yield name, arrays.pop(name)
+
+
+def stream_packed(
+    directory: Path, config: LlamaConfig, dtype: np.dtype | None
+) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
+    """Yield the same as `stream`, but matrices of 16-bit floats as they are stored.
+
+    Raises:
+        CheckpointError: under the same conditions as `stream`.
+    """
+    stored = dtypes.parse(describe(directory).get("dtype"))
+    if stored == dtypes.BY_NAME["float32"]:
+        yield from stream(directory, config, dtype)
+        return
+    for name, array in stream(directory, config, None):
+        yield name, blocks.of_array(array) if array.ndim == 2 else array.astype(dtype or stored)
 
 
 def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

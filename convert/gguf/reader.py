@@ -5,7 +5,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -36,9 +36,21 @@ class GgufTensor(Tensor):
     def read(self, rows: slice) -> np.ndarray:
         if len(self.shape) == 1:
             return self._values(0, 1).reshape(-1)[self._order(rows)]
+        return self._in_order(rows, self._values)
+
+    @property
+    def format(self) -> str:
+        return self.stored.kind.name
+
+    def read_stored(self, rows: slice) -> np.ndarray:
+        return self._in_order(rows, self._bytes)
+
+    def _in_order(self, rows: slice, read: Callable[[int, int], np.ndarray]) -> np.ndarray:
+        """Return `rows` of the Hugging Face tensor, given a function that reads consecutive rows of the file."""
         order = self._order(rows)
         first = int(order.min())
-        return self._values(first, int(order.max()) + 1)[order - first]
+        found = read(first, int(order.max()) + 1)
+        return found[order - first] if self.interleaved else found
 
     def _order(self, rows: slice) -> np.ndarray:
         """Return the indices of the file's rows that hold `rows` of the Hugging Face tensor."""
@@ -51,6 +63,14 @@ class GgufTensor(Tensor):
         """Return the file's rows from `first` up to, but not including, `last`. A vector counts as one row."""
         import gguf
 
+        data = self._bytes(first, last)
+        if self.stored.kind.name in dtypes.BY_SAFETENSORS_CODE:
+            return data.view(self.dtype)
+        with np.errstate(all="ignore"):  # a scale may have any value
+            return gguf.dequantize(data, self.stored.kind)
+
+    def _bytes(self, first: int, last: int) -> np.ndarray:
+        """Return the same rows as `_values`, as the file stores them: ``uint8[last - first, row_bytes]``."""
         count = self.shape[0] if len(self.shape) > 1 else 1
         width = self.stored.nbytes // count
         try:
@@ -61,11 +81,7 @@ class GgufTensor(Tensor):
             ) from error
         if data.size != (last - first) * width:
             raise CheckpointError(f"{self.file} was cut short while it was read; read it again.")
-        data = data.reshape(last - first, width)
-        if self.stored.kind.name in dtypes.BY_SAFETENSORS_CODE:
-            return data.view(self.dtype)
-        with np.errstate(all="ignore"):  # a scale may have any value
-            return gguf.dequantize(data, self.stored.kind)
+        return data.reshape(last - first, width)
 
 
 def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
