@@ -19,7 +19,7 @@ from jspec.models.llama import Llama
 from jspec.training.batches import side_by_side
 from jspec.training.dataset import Row, of_answer, parts
 from jspec.training.fit import Schedule, begin
-from jspec.training.kinds import Trainable, check_fits, trainee_of
+from jspec.training.kinds import Trainable, check_fits, trainee_of, unpacked
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 
@@ -63,6 +63,7 @@ class Learner:
             check_count(name, value)
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}.")
+        drafter = unpacked(drafter)
         self.drafter, self.scores = drafter, list[Score]()
         self._target, self._schedule = target, Schedule(None, depth, loss, rate)
         self._prepare()

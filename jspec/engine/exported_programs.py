@@ -26,16 +26,19 @@ from jax.sharding import SingleDeviceSharding
 from jaxlib.version import __version__ as jaxlib_version
 
 import convert
+from convert.blocks import FORMATS
 from jspec.core.types import PyTree
 from jspec.engine.memory_budget import JaxDevice
+from jspec.models.kernels.cpu import native
 
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
 _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 # Packages whose versions or code are part of a file's name. Code of other packages may change without notice.
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
-# Other versions of JAX may not understand a Pallas kernel. They never read the file, whose name depends on the version.
-_SAME_VERSION = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+# Other versions of JAX or jspec may lack these kernels. They never read the file, whose name depends on the versions.
+_KERNELS = ["__gpu$xla.gpu.triton", *map(native.target, FORMATS)]
+_SAME_VERSION = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in _KERNELS]
 _Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray
 _Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
 
@@ -120,7 +123,8 @@ def _path(leaves: list[_Leaf], structure: Hashable, parts: tuple[object, ...]) -
     device = _device(leaves)
     types = [str(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else f"{leaf.shape}{leaf.dtype}" for leaf in leaves]
     settings = [setting for setting in sorted(config.values.items()) if "cache" not in setting[0]]
-    names = code, types, settings, device.platform, device.device_kind, os.environ.get("JSPEC_KERNELS")
+    kernels = os.environ.get("JSPEC_KERNELS"), native.setting()
+    names = code, types, settings, device.platform, device.device_kind, kernels
     digest = hashlib.sha256(repr(names).encode() + content)
     return Path(folder) / f"{digest.hexdigest()}{_SUFFIX}"
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from convert.config import LlamaConfig
 from jspec.models.kernels import dispatch as choice
+from jspec.models.packed import PackedMatrix, multiply, select, take, widen
 
 
 def einsum(formula: str, a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
@@ -90,16 +91,20 @@ class Linear(nnx.Module):
     """A linear layer ``y = x W + b``, with W stored as ``[in, out]``, the transpose of Hugging Face's layout.
 
     Fused projections are stored side by side. `scale` is the scale of an int8 weight, ``float32[out]``. See
-    `jspec.models.quantize`.
+    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive outputs, and `weight` is empty.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
         self.scale: nnx.Param[Array] | None = None
+        self.packed: nnx.List[PackedMatrix] | None = None
         self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = _project(self.weight[...], self.scale, x)
+        if self.packed is None:
+            y = _project(self.weight[...], self.scale, x)
+        else:
+            y = multiply(self.packed, x).astype(x.dtype)
         return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...], y.ndim)
 
 
@@ -108,22 +113,27 @@ class Embed(nnx.Module):
 
     The weight is stored as ``[E, V]``, the layout that suits the head, which reads the whole weight at every pass.
     Looking up a few columns costs little in comparison. `scale` is the scale of an int8 weight, ``float32[V]``. See
-    `jspec.models.quantize`.
+    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive tokens, and `weight` is empty.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (hidden_size, vocab_size), dtype))
         self.scale: nnx.Param[Array] | None = None
+        self.packed: nnx.List[PackedMatrix] | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        """Return the embeddings ``[B, S, E]`` of `tokens`, in float32 if the weight is int8."""
+        """Return the embeddings ``[B, S, E]`` of `tokens`, in float32 if the weight is int8 or packed."""
+        if self.packed is not None:
+            return take(self.packed, tokens)
         columns = jnp.moveaxis(jnp.take(self.weight[...], tokens, axis=1, mode="clip"), 0, -1)
         if self.scale is None:
             return columns
         return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
     def wide(self, tokens: ArrayLike | None = None) -> Array:
-        """Return the weight as ``float32[E, V]``, even if it is int8, or as ``float32[E, D]`` for ``tokens[D]``."""
+        """Return the weight as ``float32[E, V]``, in whatever form it is, or as ``float32[E, D]`` for ``tokens[D]``."""
+        if self.packed is not None:
+            return (widen(self.packed) if tokens is None else take(self.packed, tokens)).T
         weight, scale = self._of(tokens)
         return weight.astype(jnp.float32) if scale is None else weight.astype(jnp.float32) * scale
 
@@ -136,6 +146,8 @@ class Embed(nnx.Module):
 
     def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
         """Return logits ``float32[B, S, V]`` for hidden states ``[B, S, E]``; ``[B, S, D]`` for ``tokens[D]``."""
+        if self.packed is not None:
+            return multiply(self.packed if tokens is None else select(self.packed, tokens), x)
         return _project(*self._of(tokens), x, jnp.float32)
 
 
@@ -178,7 +190,7 @@ def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -
     if norm is None:
         x = x + linear(inner)
         return x, x
-    if linear.scale is None and linear.bias is None:
+    if linear.packed is None and linear.scale is None and linear.bias is None:
         weights = linear.weight[...], norm.weight[...]
         return choice.project_add_norm(_project_add_norm, x, inner, *weights, norm.eps)
     x = x + linear(inner)

@@ -13,7 +13,8 @@ from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
-from jspec.models.layers import MLP, Embed, RMSNorm, add_and_norm
+from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm
+from jspec.models.packed import widen
 from jspec.models.rope import rope_tables
 
 Result = TypeVar("Result")
@@ -194,3 +195,23 @@ class Llama(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Return ``float32[B, S, V]`` for the hidden states of `forward`."""
         return self.head.logits(self.norm(hidden))
+
+
+def matrices(model: Llama) -> dict[str, Linear | Embed]:
+    """Return a dict that maps the name of each matrix to the module that holds it."""
+    modules = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear | Embed))
+    return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
+
+
+def widened(model: Llama) -> Llama:
+    """Return a copy of `model` whose packed matrices are arrays of its dtype. It shares all other weights."""
+
+    def same(leaf: Array) -> Array:
+        return leaf
+
+    model = jax.tree.map(same, model)  # a copy of the tree
+    for module in matrices(model).values():
+        if module.packed is not None:
+            module.weight.set_value(widen(module.packed).T.astype(model.dtype))
+            module.packed = nnx.static(None)
+    return model

@@ -12,16 +12,19 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from convert import dtypes
+from convert.blocks import StoredParts
 from convert.config import LlamaConfig
-from convert.loading import stream
+from convert.loading import stream, stream_packed
 from convert.saving import save_new
 from convert.source import resolve
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import Placement, check_placement, place
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
-from jspec.models.llama import Llama
-from jspec.models.quantize import check_kind, matrices, pack
+from jspec.models.kernels.cpu import native
+from jspec.models.llama import Llama, matrices, widened
+from jspec.models.packed import PackedMatrix
+from jspec.models.quantize import check_kind, pack
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
 
@@ -31,20 +34,23 @@ def load(
     dtype: DTypeLike | None = None,
     quantize: str | None = None,
     sharding: Placement | None = None,
+    packed: bool | None = None,
 ) -> Llama:
     """Load a model from a checkpoint.
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face repo id such as
-            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file. GGUF weights are
-            dequantised.
-        dtype: the dtype of weights, activations and KV cache. The default is float32 on CPU, bfloat16 on GPU and TPU,
-            and float16 on a GPU without bfloat16, such as a T4.
+            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file.
+        dtype: the dtype of activations, KV cache, and weights that are not packed. The default is float32 on CPU,
+            bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16, such as a T4.
         quantize: "int8" stores every matrix as int8 and never holds the whole model unquantised. See `quantize`. Norms,
             biases, activations and KV cache keep `dtype`.
         sharding: the placement of the weights: either one `jax.sharding.Sharding` for all weights, or a function that
             maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
             more than its own part. An int8 matrix's scales are placed with its columns.
+        packed: whether matrices stay as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
+            float16. This changes no weight. False widens them to `dtype`. None packs them on CPU, if a C++ compiler is
+            available and `dtype` is float32, without `quantize` and `sharding`.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -52,8 +58,9 @@ def load(
     Raises:
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
-        ValueError: `quantize` is unknown, a weight is not finite and so cannot be quantised, `sharding` cannot divide a
-            weight, or the dtype is float16 and activations exceed 60,000 on a probe prompt.
+        ValueError: `packed` is True with `quantize` or `sharding`, `quantize` is unknown, a weight is not finite and so
+            cannot be quantised, `sharding` cannot divide a weight, or the dtype is float16 and activations exceed
+            60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
     if quantize is not None:
@@ -61,11 +68,24 @@ def load(
     if sharding is not None:
         check_placement(sharding)
     dtype = dtypes.parse(default_dtype() if dtype is None else dtype)
-    config, _, arrays = stream(source, dtype, None)
+    if _is_packed(packed, dtype, quantize, sharding):
+        config, _, arrays = stream_packed(source, dtype)
+    else:
+        config, _, arrays = stream(source, dtype, None)
     model = from_arrays(config, arrays, dtype, quantize, sharding)
     if dtype == jnp.float16:
         check_fits_float16(model)
     return model
+
+
+def _is_packed(packed: bool | None, dtype: jnp.dtype, quantize: str | None, sharding: Placement | None) -> bool:
+    """Return whether to load packed matrices. See `load`."""
+    if quantize is None and sharding is None:
+        chosen = jax.default_backend() == "cpu" and dtype == jnp.float32
+        return chosen and native.is_available() if packed is None else packed
+    if packed:
+        raise ValueError("Packed matrices can be neither quantised nor sharded; leave out packed=True.")
+    return False
 
 
 def default_dtype() -> DTypeLike:
@@ -87,7 +107,7 @@ def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.
 
 def from_arrays(
     config: LlamaConfig,
-    arrays: Iterable[tuple[str, ArrayLike]],
+    arrays: Iterable[tuple[str, ArrayLike | StoredParts]],
     dtype: jnp.dtype,
     quantize: str | None = None,
     sharding: Placement | None = None,
@@ -95,15 +115,22 @@ def from_arrays(
     """Return a `Llama` built from `config` and (name, array) pairs, named and shaped as in `convert`.
 
     Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
-    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`).
+    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`), unless they are packed.
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
-    owners = {} if quantize is None else matrices(model)
+    owners = matrices(model)
     for name, array in arrays:
         leaf = leaves.pop(name)
+        if isinstance(array, tuple):
+            leaf.set_value(jnp.zeros((leaf.shape[0], 0), dtype))
+            for part in array if jax.default_backend() == "cpu" else ():
+                native.register(part.format)  # now, because a program that another process has stored needs it, too
+            parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape) for part in array]
+            owners[name].packed = nnx.data(nnx.List(parts))
+            continue
         value = jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
-        if name in owners:
+        if quantize is not None and name in owners:
             pack(owners[name], value, name)
         else:
             leaf.set_value(value)
@@ -117,6 +144,7 @@ def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) ->
     """Save a model. See `jspec.ModelDrafter.save`."""
     if model.embed_tokens.scale is not None:
         raise ValueError("The model is int8 and cannot be saved; load it without quantize, and save that model.")
+    model = widened(model)
     state = cast(_Leaves, nnx.to_flat_state(nnx.state(model)))
     arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
     return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))

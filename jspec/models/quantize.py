@@ -14,14 +14,16 @@ from jax import Array
 
 from jspec.models.array_layout import lay_out
 from jspec.models.layers import Embed, Linear
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, matrices
+from jspec.models.packed import widen
 
 
 def quantize(model: Llama, kind: str = "int8") -> Llama:
     """Return a copy of `model` with int8 matrices: ``W ~ W8 scale`` with ``scale[out] = max |W[:, out]| / 127``.
 
     Each weight changes by at most ``scale / 2``. The copy shares with `model` its norms, biases and any matrices that
-    are already int8. `jspec.load` quantises a checkpoint in the same way, one array at a time.
+    are already int8. Packed matrices are widened first. `jspec.load` quantises a checkpoint in the same way, one array
+    at a time.
 
     Args:
         model: any Llama.
@@ -38,7 +40,8 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     model = jax.tree.map(same, model)  # a copy of the tree
     for name, module in matrices(model).items():
         if module.scale is None:
-            pack(module, module.weight[...], name)
+            pack(module, module.weight[...] if module.packed is None else widen(module.packed).T, name)
+            module.packed = nnx.static(None)
     lay_out(model)
     return model
 
@@ -47,12 +50,6 @@ def check_kind(kind: str) -> None:
     """Raise ValueError unless `kind` is supported."""
     if kind != "int8":
         raise ValueError(f'quantize={kind!r} is not supported; use "int8", or None to leave the weights as they are.')
-
-
-def matrices(model: Llama) -> dict[str, Linear | Embed]:
-    """Return a dict that maps the name of each matrix to the module that holds it."""
-    modules = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear | Embed))
-    return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
 def pack(module: Linear | Embed, weight: Array, name: str) -> None:

@@ -24,7 +24,7 @@ from jspec.drafters import (
 )
 from jspec.drafters.base import DraftSource, kind_of, own_tree
 from jspec.generation.generate import speculative_generate
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, widened
 from jspec.training import eagle_training as eagle
 from jspec.training import heads
 from jspec.training.target_states import TargetStates
@@ -112,6 +112,11 @@ def trainee_of(drafter: object) -> Trainee:
     )
 
 
+def unpacked(drafter: Trainable) -> Trainable:
+    """Return `drafter` with a model's packed matrices widened, because only arrays of floats can be trained."""
+    return dataclasses.replace(drafter, model=widened(drafter.model)) if isinstance(drafter, ModelDrafter) else drafter
+
+
 def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
     """Raise TypeError or ValueError unless `drafter` can learn to draft `depth` tokens in a row for `target`.
 
@@ -196,6 +201,7 @@ def check_kind(kind: str, target: Llama) -> None:
 def of_model(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> ModelDrafter:
     """Return a model of every sixth target layer, initialised with the target's weights."""
     check_kind("model", target)
+    target = widened(target)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
     made = Llama(config, jnp.float32, rngs=nnx.Rngs(seed))

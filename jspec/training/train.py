@@ -23,7 +23,7 @@ from jspec.training.batches import Plan
 from jspec.training.boost import left_over
 from jspec.training.dataset import Row
 from jspec.training.fit import Progress, Schedule, Source, fit
-from jspec.training.kinds import KINDS, Trainable, Trainee, check_kind, check_start, trainee_of
+from jspec.training.kinds import KINDS, Trainable, Trainee, check_kind, check_start, trainee_of, unpacked
 from jspec.training.losses import LOSSES
 from jspec.training.self_generated import frame_of, write_answers, write_chats
 from jspec.training.target_states import StoredStates, fingerprint
@@ -167,7 +167,7 @@ def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> 
     """Return the drafter to start from, or None to start untrained. Raise an error if training cannot start from it."""
     if start is None:
         return check_kind(recipe.kind, target)
-    start = cast(Trainable, as_drafter(start))
+    start = unpacked(cast(Trainable, as_drafter(start)))
     check_start(start, recipe.kind, target, recipe.depth, recipe.length, recipe.boost)
     return start
 

@@ -53,6 +53,11 @@ def project_add_norm(
     return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
 
 
+def packed_product(otherwise: Callable[..., tuple[Array]], x: Array, tiles: Array, format: str, out_size: int) -> Array:
+    """Return the product of ``x[M, in]`` and a `jspec.models.packed.PackedMatrix`. See `_choose`."""
+    return _choose(_product_p, True, otherwise, (x, tiles), format=format, out_size=out_size)[0]
+
+
 def _choose(
     primitive: Primitive,
     suits: bool,
@@ -97,26 +102,38 @@ def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
         return norm.project_add_norm(*arguments, eps=eps)
 
 
+def _multiply_on_cpu(x: Array, tiles: Array, *, format: str, out_size: int) -> tuple[Array]:
+    from jspec.models.kernels.cpu import native
+
+    return (native.multiply(x, tiles, format, out_size),)
+
+
 def _primitive(
-    name: str, on_gpu: Callable[..., tuple[Array, ...]], results: Callable[..., "tuple[ShapedArray, ...]"]
+    name: str,
+    platform: str,
+    kernel: Callable[..., tuple[Array, ...]],
+    is_available: Callable[..., bool],
+    results: Callable[..., "tuple[ShapedArray, ...]"],
 ) -> Primitive:
     """Return a primitive with two implementations.
 
     Args:
-        on_gpu: the implementation for GPUs, with the same arguments as `otherwise`.
+        platform: the platform that `kernel` is for: "cuda" or "cpu".
+        kernel: the implementation for that platform, with the same arguments as `otherwise`.
+        is_available: a function from the options to whether the kernel can run on this machine.
         results: a function from the types of the flat arguments to the types of the results.
     """
 
-    def lower_for_cuda(
+    def lower(
         context: mlir.LoweringRuleContext,
         *leaves: object,
         otherwise: Callable[..., tuple[Array, ...]],
+        options: _Options,
         **others: object,
     ) -> object:
         alone = _on_one_device(context.module_context.axis_context)
-        wanted = alone and not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
-        form = on_gpu if wanted and importlib.util.find_spec(_TRITON) else otherwise
-        return cast(object, mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, **others))
+        form = kernel if alone and is_available(**dict(options)) else otherwise
+        return cast(object, mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, options=options, **others))
 
     def types_of_results(*types: "ShapedArray", options: _Options, **_: object) -> "tuple[ShapedArray, ...]":
         return results(*types, **dict(options))
@@ -126,10 +143,21 @@ def _primitive(
     primitive.def_impl(_elsewhere)  # outside `jax.jit`
     primitive.def_abstract_eval(types_of_results)
     mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere))
-    mlir.register_lowering(primitive, cast("mlir.LoweringRule", lower_for_cuda), platform="cuda")
+    mlir.register_lowering(primitive, cast("mlir.LoweringRule", lower), platform=platform)
     ad.primitive_jvps[primitive] = _differentiate
     batching.primitive_batchers[primitive] = _batch
     return primitive
+
+
+def _is_triton_available(**_: object) -> bool:
+    wanted = not is_before_ampere() and os.environ.get("JSPEC_KERNELS") != "0"
+    return wanted and importlib.util.find_spec(_TRITON) is not None
+
+
+def _is_native_available(format: str, out_size: int) -> bool:
+    from jspec.models.kernels.cpu import native
+
+    return native.register(format)
 
 
 def _on_one_device(axes: object) -> bool:
@@ -173,5 +201,10 @@ def _normed(
     return x, x
 
 
-_attention_p = _primitive("attention", _attend_on_gpu, _attended)
-_norm_p = _primitive("project_add_norm", _norm_on_gpu, _normed)
+def _multiplied(x: "ShapedArray", tiles: "ShapedArray", *, format: str, out_size: int) -> "tuple[ShapedArray, ...]":
+    return (x.update(shape=(x.shape[0], out_size)),)
+
+
+_attention_p = _primitive("attention", "cuda", _attend_on_gpu, _is_triton_available, _attended)
+_norm_p = _primitive("project_add_norm", "cuda", _norm_on_gpu, _is_triton_available, _normed)
+_product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_available, _multiplied)

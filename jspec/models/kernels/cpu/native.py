@@ -1,0 +1,144 @@
+"""Compilation and registration of the native products. Without a compiler, programs run XLA's form instead."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+from jax import Array
+
+_LOG = logging.getLogger("jspec")
+_SOURCE = Path(__file__).with_name("products.cc")
+_COMPILERS = ("g++", "clang++", "c++")
+# Without contraction, each source operation is one instruction, so that all row counts round alike.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-w",
+    *os.environ.get("JSPEC_X", "-DQC1=4 -DQC2=2 -DQC3=1 -DCHUNK=8").split(),
+)
+_SECONDS = 300  # a compilation takes about five
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def multiply(x: Array, tiles: Array, format: str, out_size: int) -> Array:
+    """Return the product ``float32[M, out]`` of ``float32[M, in]`` and tiles, in a program for CPUs."""
+    result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
+    return jax.ffi.ffi_call(target(format), result)(x, tiles)
+
+
+def target(format: str) -> str:
+    """Return the name of a product in compiled programs. It changes with the source code."""
+    return f"jspec_product_{format}_{_digest()[:8]}"
+
+
+def is_available() -> bool:
+    """Return whether products can be compiled here. The first call compiles one, to be sure."""
+    return register("BF16")
+
+
+def setting() -> Hashable:
+    """Return what determines whether and how programs use native products."""
+    return os.environ.get("JSPEC_NATIVE"), _digest(), _compiler()
+
+
+@functools.cache
+def register(format: str) -> bool:
+    """Compile the product of `format` if necessary, and make it known to XLA.
+
+    Returns:
+        Whether the product is available. If it is not, one warning says why, unless ``JSPEC_NATIVE=0`` is set.
+    """
+    if os.environ.get("JSPEC_NATIVE") == "0":
+        return False
+    try:
+        loaded = ctypes.CDLL(str(library(format)))
+    except (OSError, subprocess.SubprocessError) as error:
+        _warn_once(str(error))
+        return False
+    jax.ffi.register_ffi_target(target(format), jax.ffi.pycapsule(loaded.product), platform="cpu")
+    return True
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _LOG.warning("Weights are widened instead of read as they are stored, which is slower: %s", reason)
+
+
+def library(format: str) -> Path:
+    """Return the path of the compiled product of `format`. It is compiled if it is missing or damaged.
+
+    Raises:
+        OSError: there is no compiler, or the library cannot be written.
+        subprocess.SubprocessError: the compiler failed. The message ends with its last line.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler was found; install g++ or clang++, or set CXX.")
+    parts = (_digest(), jaxlib.version.__version__, compiler, _FLAGS, _cpu())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    path = _folder() / f"{format}-{name}.so"
+    if not _is_whole(path):
+        _compile(compiler, format, path)
+    return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a library ends as its compilation left it: with a digest of its bytes."""
+    content = path.read_bytes() if path.exists() else b""
+    return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
+
+
+def _compile(compiler: str, format: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = Path(folder) / path.name
+        include = f"-I{jax.ffi.include_dir()}"
+        command = [compiler, *_FLAGS, f"-DFORMAT={format}", include, str(_SOURCE), "-o", str(output)]
+        _LOG.info("Compiling the product of %s weights for this CPU.", format)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise subprocess.SubprocessError(f"{compiler} could not compile {_SOURCE.name} ({last}).")
+        with output.open("ab") as stream:
+            stream.write(hashlib.sha256(output.read_bytes()).digest())
+        os.replace(output, path)  # at once, because other processes may compile the same
+
+
+def _compiler() -> str | None:
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jspec" / "native"
+
+
+@functools.cache
+def _digest() -> str:
+    files = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@functools.cache
+def _cpu() -> str:
+    """Return what distinguishes CPUs: the instruction sets that the compiler may use."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), platform.machine())

@@ -1,0 +1,222 @@
+// Products of float32 rows and packed matrices for XLA:CPU, behind jax.ffi. `jspec.models.packed` describes the layout.
+//
+// A tile holds 16 columns of the output. Every vector has one lane per column, so that no sum crosses lanes. The terms
+// of each sum are added in one order, whatever the number of rows or threads. The bits of a row of the result therefore
+// depend on that row and the weights alone.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "activations.h"
+#include "formats.h"
+#include "vectors.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jspec {
+
+namespace ffi = xla::ffi;
+
+struct Product {
+  const float* x;    // [M, K]
+  const Run* runs;   // [M, K / RUN]
+  const uint8_t* w;  // [T, tile_bytes]
+  float* y;          // [M, N]
+  int64_t M, N, K, tile_bytes;
+};
+
+// Weights are requested this many bytes before their use. Alone, a processor requests them too late for several rows.
+constexpr int AHEAD = 3072;
+
+template <int lines>
+inline void prefetch(const uint8_t* w) {
+  for (int i = 0; i < lines; i++) __builtin_prefetch(w + AHEAD + 64 * i);
+}
+
+template <int R>
+void store(const Product& p, int64_t r0, int64_t tile, const V (&total)[R]) {
+  const size_t bytes = 4 * std::min<int64_t>(16, p.N - 16 * tile);
+  for (int r = 0; r < R; r++) std::memcpy(p.y + (r0 + r) * p.N + 16 * tile, &total[r], bytes);
+}
+
+// Adds the terms of one group of k to the sums of R rows.
+template <class F, int R, int inner>
+inline void add_group(const uint8_t* block, const F& format, int outer, const Run* runs, int64_t stride,
+                      V (&total)[R]) {
+  const int group = F::group(outer, inner), part = group * F::GROUP % RUN;
+  runs += group * F::GROUP / RUN;
+  constexpr int SHARE = F::BYTES / (F::BLOCK / F::GROUP);
+  prefetch<(SHARE + 63) / 64>(block + (outer * F::INNER + inner) * SHARE);
+  I sums[R][PLANES];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+#pragma GCC unroll 3
+    for (int plane = 0; plane < PLANES; plane++) {
+      int32_t offset = runs[r * stride].sums[part / 16][plane];
+      if (F::GROUP == RUN) offset += runs[r * stride].sums[1][plane];
+      sums[r][plane] = F::OFFSET ? spread(-F::OFFSET * offset) : I{};
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < F::GROUP / 4; i++) {
+    const U codes = F::template codes<inner>(block, outer, i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 3
+      for (int plane = 0; plane < PLANES; plane++) {
+        uint32_t bytes;
+        std::memcpy(&bytes, runs[r * stride].bytes[plane] + part + 4 * i, 4);
+        sums[r][plane] = dot(sums[r][plane], codes, bytes);
+      }
+    }
+  }
+  const V scale = format.scale(group);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const Run& run = runs[r * stride];
+    const V low = fma(real(sums[r][1]), spread(256.0f), real(sums[r][0]));
+    const V sum = fma(real(sums[r][2]), spread(65536.0f), low);
+    total[r] = fma(scale * spread(run.step), sum, total[r]);
+    if constexpr (F::MINIMUM) total[r] = fma(-format.minimum(group), spread(run.sum), total[r]);
+  }
+}
+
+template <class Body, int... i>
+void each(std::integer_sequence<int, i...>, const Body& body) {
+  (body(std::integral_constant<int, i>()), ...);
+}
+
+// Rows r0 to r0 + R of the product with one tile of integer codes.
+template <class F, int R>
+void quantised(const Product& p, int64_t r0, int64_t tile) {
+  V total[R] = {};
+  const int64_t stride = p.K / RUN;
+  const uint8_t* block = p.w + tile * p.tile_bytes;
+  const Run* runs = p.runs + r0 * stride;
+  for (int64_t k = 0; k < p.K; k += F::BLOCK, block += F::BYTES, runs += F::BLOCK / RUN) {
+    const F format(block);
+    for (int outer = 0; outer < F::BLOCK / F::GROUP / F::INNER; outer++) {
+      each(std::make_integer_sequence<int, F::INNER>(),
+           [&](auto inner) { add_group<F, R, inner>(block, format, outer, runs, stride, total); });
+    }
+  }
+  store(p, r0, tile, total);
+}
+
+struct BF16 {
+  static V load(const uint8_t* p) {
+    H values;
+    std::memcpy(&values, p, 32);
+    return (V)(__builtin_convertvector(values, U) << 16);
+  }
+};
+struct F16 {
+  static V load(const uint8_t* p) { return halves(p); }
+};
+
+// The same for weights of 16 bits, [K, 16] in each tile, which are widened to float32. Sums of 32 terms are added up,
+// which rounds less than one long sum.
+template <class F, int R>
+void sixteen(const Product& p, int64_t r0, int64_t tile) {
+  V total[R] = {};
+  const float* x = p.x + r0 * p.K;
+  const uint8_t* w = p.w + tile * p.tile_bytes;
+  for (int64_t first = 0; first < p.K; first += RUN) {
+    V sums[R] = {};
+    const int64_t last = std::min(p.K, first + RUN);
+    for (int64_t k = first; k < last; k++) {
+      prefetch<1>(w + 32 * k);
+      const V value = F::load(w + 32 * k);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r] = fma(value, spread(x[r * p.K + k]), sums[r]);
+    }
+    for (int r = 0; r < R; r++) total[r] += sums[r];
+  }
+  store(p, r0, tile, total);
+}
+
+template <class F>
+constexpr bool IS_FLOAT = std::is_same_v<F, BF16> || std::is_same_v<F, F16>;
+// The most rows at a time whose sums fit into the registers.
+template <class F>
+constexpr int MOST = IS_FLOAT<F> ? 8 : 6;
+
+// All rows from r0 on, as many at a time as possible, but at most R.
+template <class F, int R>
+void rows(const Product& p, int64_t r0, int64_t tile) {
+  for (; p.M - r0 >= R; r0 += R) {
+    if constexpr (IS_FLOAT<F>) {
+      sixteen<F, R>(p, r0, tile);
+    } else {
+      quantised<F, R>(p, r0, tile);
+    }
+  }
+  if constexpr (R > 1) {
+    if (r0 < p.M) rows<F, R - 1>(p, r0, tile);
+  }
+}
+
+// Runs run(first, last) over chunks of [0, count) on XLA's threads and on this one.
+template <class Run>
+void parallel(ffi::ThreadPool& pool, int64_t count, int64_t chunk, const Run& run) {
+  const int64_t chunks = (count + chunk - 1) / chunk;
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), chunks) - 1;
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+  auto state = std::make_shared<State>();  // a helper that begins late finds no chunk, perhaps after this call
+  auto work = [state, chunks, chunk, count, &run] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < chunks;) {
+      run(i * chunk, std::min(count, (i + 1) * chunk));
+      if (state->done.fetch_add(1) + 1 == chunks) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->finished.notify_all();
+      }
+    }
+  };
+  for (int64_t i = 0; i < helpers; i++) pool.Schedule([work] { work(); });
+  work();
+  for (int spin = 0; spin < 2000 && state->done.load() < chunks; spin++) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->finished.wait(lock, [&] { return state->done.load() == chunks; });
+}
+
+template <class F>
+ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
+                    ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t M = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
+  const int64_t num_tiles = w.dimensions()[0], tile_bytes = w.dimensions()[1];
+  std::vector<Run> runs;
+  if (!IS_FLOAT<F>) {
+    runs.resize(M * K / RUN);
+    for (size_t i = 0; i < runs.size(); i++) runs[i] = split(x.typed_data() + i * RUN);
+  }
+  const Product product{x.typed_data(), runs.data(), w.typed_data(), y->typed_data(), M, N, K, tile_bytes};
+  parallel(pool, num_tiles, 16, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) rows<F, MOST<F>>(product, 0, tile);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace jspec
+
+// A library holds the products of one format, which takes seconds to compile: g++ -DFORMAT=Q4_K.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(product, jspec::multiply<jspec::FORMAT>,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -1,0 +1,87 @@
+// Vectors of 16 lanes, for any instruction set.
+
+#ifndef JSPEC_VECTORS_H_
+#define JSPEC_VECTORS_H_
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace jspec {
+
+typedef float V __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint16_t H __attribute__((vector_size(32)));
+
+inline U load(const uint8_t* p) {
+  U out;
+  std::memcpy(&out, p, 64);
+  return out;
+}
+inline V spread(float x) { return x - V{}; }
+inline I spread(int32_t x) { return x - I{}; }
+inline V real(I x) { return __builtin_convertvector(x, V); }
+
+#if defined(__AVX512F__)
+inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline V halves(const uint8_t* p) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+inline V fma(V a, V b, V c) {
+  __m256 out[2], in[3][2];
+  std::memcpy(in[0], &a, 64), std::memcpy(in[1], &b, 64), std::memcpy(in[2], &c, 64);
+  for (int i = 0; i < 2; i++) out[i] = _mm256_fmadd_ps(in[0][i], in[1][i], in[2][i]);
+  return *(V*)out;
+}
+inline V halves(const uint8_t* p) {
+  __m256 out[2];
+  for (int i = 0; i < 2; i++) out[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + i));
+  return *(V*)out;
+}
+#else
+inline V fma(V a, V b, V c) { return a * b + c; }
+inline V halves(const uint8_t* p) {
+  V out;
+  for (int i = 0; i < 16; i++) {
+    _Float16 half;
+    std::memcpy(&half, p + 2 * i, 2);
+    out[i] = half;
+  }
+  return out;
+}
+#endif
+
+// Returns sums plus the products of four unsigned bytes in each lane and the same four signed bytes.
+inline I dot(I sums, U codes, uint32_t bytes) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(bytes));
+#else
+  const int8_t x[4] = {(int8_t)bytes, (int8_t)(bytes >> 8), (int8_t)(bytes >> 16), (int8_t)(bytes >> 24)};
+#if defined(__AVX2__)
+  // The even and the odd bytes as numbers of 16 bits, of which one instruction multiplies and adds pairs.
+  const __m256i even = _mm256_set1_epi32((uint16_t)x[0] | (uint32_t)(uint16_t)x[2] << 16);
+  const __m256i odd = _mm256_set1_epi32((uint16_t)x[1] | (uint32_t)(uint16_t)x[3] << 16);
+  const U low = codes & 0x00ff00ff, high = (codes >> 8) & 0x00ff00ff;
+  __m256i lows[2], highs[2], out[2];
+  std::memcpy(lows, &low, 64), std::memcpy(highs, &high, 64);
+  for (int i = 0; i < 2; i++) {
+    out[i] = _mm256_add_epi32(_mm256_madd_epi16(lows[i], even), _mm256_madd_epi16(highs[i], odd));
+  }
+  I products;
+  std::memcpy(&products, out, 64);
+  return sums + products;
+#else
+  for (int b = 0; b < 4; b++) sums += (I)((codes >> 8 * b) & 255) * x[b];
+  return sums;
+#endif
+#endif
+}
+
+// Byte b of every lane, as a float.
+inline V byte(U x, int b) { return real((I)((x >> 8 * b) & 255)); }
+
+}  // namespace jspec
+
+#endif  // JSPEC_VECTORS_H_

@@ -1,0 +1,205 @@
+"""Packed matrices: products with weights in the form in which a file stores them (`convert.blocks`).
+
+Decoding reads every weight at every pass, so the size of the weights in bytes determines its cost. A packed matrix is
+read as it is stored. A native kernel widens each weight in a register, where one is available
+(`jspec.models.kernels.cpu`). Elsewhere, XLA widens the whole matrix first.
+
+The weights are those of the file, and activations are never rounded, so the model is the same in either case.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from convert.blocks import FORMATS, LANES
+from jspec.models.kernels import dispatch
+
+
+class PackedMatrix(nnx.Module):
+    """A matrix of the shape ``[out, in]``, stored in tiles of 16 outputs.
+
+    Attributes:
+        tiles: ``uint8[ceil(out / 16), bytes]``, as in `convert.blocks.StoredMatrix`.
+        format: a key of `convert.blocks.FORMATS`.
+        out_size: the number of outputs.
+        in_size: the number of inputs.
+    """
+
+    def __init__(self, tiles: Array, format: str, shape: tuple[int, int]):
+        self.tiles = nnx.Param(tiles)
+        self.format = format
+        self.out_size, self.in_size = shape
+
+    def multiply(self, x: Array) -> Array:
+        """Return the product ``float32[..., out]`` for ``x[..., in]``, which is widened to float32."""
+        rows = x.reshape(-1, self.in_size).astype(jnp.float32)
+        product = cast(Array, _product(rows, self.tiles[...], self.format, self.out_size))
+        return product.reshape(*x.shape[:-1], self.out_size)
+
+    def widen(self) -> Array:
+        """Return the matrix as ``float32[out, in]``."""
+        return _widened(self.tiles[...], self.format)[: self.out_size]
+
+    def take(self, rows: ArrayLike) -> Array:
+        """Return ``float32[..., in]``, the weights of the outputs ``rows[...]``, clipped to those that exist."""
+        rows = jnp.clip(jnp.asarray(rows), 0, self.out_size - 1)
+        return _decode(self.format, self._stored(rows.reshape(-1))).reshape(*rows.shape, self.in_size)
+
+    def select(self, rows: ArrayLike) -> "PackedMatrix":
+        """Return a packed matrix of the outputs ``rows[D]`` alone, whose values are the same."""
+        rows = jnp.asarray(rows)
+        fields = self._stored(jnp.pad(rows, (0, -rows.size % LANES)))
+        return PackedMatrix(_tiled(fields, self.format), self.format, (rows.size, self.in_size))
+
+    def _stored(self, rows: Array) -> dict[str, Array]:
+        """Return the fields ``uint8[D, blocks, nbytes]`` of the outputs ``rows[D]``."""
+        tiles = jnp.take(self.tiles[...], rows // LANES, axis=0)
+        lanes = rows.reshape(-1, 1, 1, 1) % LANES
+        return {
+            name: jnp.take_along_axis(field, lanes, axis=1)[:, 0] for name, field in _fields(tiles, self.format).items()
+        }
+
+
+def multiply(parts: Sequence[PackedMatrix], x: Array) -> Array:
+    """Return the product ``float32[..., out]`` of ``x[..., in]`` and matrices that hold consecutive outputs."""
+    return jnp.concatenate([part.multiply(x) for part in parts], axis=-1)
+
+
+def widen(parts: Sequence[PackedMatrix]) -> Array:
+    """Return matrices that hold consecutive outputs as one ``float32[out, in]``."""
+    return jnp.concatenate([part.widen() for part in parts])
+
+
+def take(parts: Sequence[PackedMatrix], rows: ArrayLike) -> Array:
+    """Return `PackedMatrix.take` of an embedding, which is always a single matrix."""
+    (part,) = parts
+    return part.take(rows)
+
+
+def select(parts: Sequence[PackedMatrix], rows: ArrayLike) -> list[PackedMatrix]:
+    """Return `PackedMatrix.select` of an embedding, which is always a single matrix."""
+    (part,) = parts
+    return [part.select(rows)]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _product(x: Array, tiles: Array, format: str, out_size: int) -> Array:
+    """Multiply as `multiply_widened` does, also with a native kernel outside of `jax.jit`."""
+    return dispatch.packed_product(multiply_widened, x, tiles, format, out_size)
+
+
+def multiply_widened(x: Array, tiles: Array, format: str, out_size: int) -> tuple[Array]:
+    """Return the product ``float32[M, out]`` of ``x[M, in]`` and a packed matrix, which is widened first."""
+    weight = _widened(tiles, format)[:out_size]
+    return (jnp.einsum("mi,oi->mo", x, weight, precision=lax.Precision.HIGHEST),)
+
+
+def _widened(tiles: Array, format: str) -> Array:
+    """Return the weights in `tiles` as ``float32[16 T, in]``."""
+    return _decode(format, _fields(tiles, format)).reshape(tiles.shape[0] * LANES, -1)
+
+
+def _fields(tiles: Array, format: str) -> dict[str, Array]:
+    """Return each field of the blocks in `tiles` as ``uint8[T, 16, blocks, nbytes]``."""
+    form, count = FORMATS[format], tiles.shape[0]
+    blocks = tiles.reshape(count, -1, form.nbytes * LANES)
+    fields: dict[str, Array] = {}
+    at = 0
+    for field in form.fields:
+        part = blocks[..., at : at + field.nbytes * LANES]
+        part = part.reshape(count, -1, field.nbytes // field.unit, LANES, field.unit)
+        fields[field.name] = jnp.moveaxis(part, 3, 1).reshape(count, LANES, -1, field.nbytes)
+        at += field.nbytes * LANES
+    return fields
+
+
+def _tiled(fields: dict[str, Array], format: str) -> Array:
+    """Return the tiles of rows whose fields are ``uint8[16 T, blocks, nbytes]``, the inverse of `_fields`."""
+    parts: list[Array] = []
+    for field in FORMATS[format].fields:
+        part = fields[field.name]
+        part = part.reshape(-1, LANES, part.shape[1], field.nbytes // field.unit, field.unit)
+        parts.append(jnp.moveaxis(part, 1, 3).reshape(part.shape[0], part.shape[2], -1))
+    return jnp.concatenate(parts, axis=-1).reshape(parts[0].shape[0], -1)
+
+
+def _decode(format: str, fields: dict[str, Array]) -> Array:
+    """Return the values ``float32[..., blocks, values]`` of fields ``uint8[..., blocks, nbytes]``."""
+    if format in ("BF16", "F16"):
+        kind = jnp.bfloat16 if format == "BF16" else jnp.float16
+        return _as(fields["w"], kind).astype(jnp.float32)
+    scale = _half(fields["d"])
+    if format == "Q6_K":
+        factors = _as(fields["scales"], jnp.int8).astype(jnp.float32)
+        return _grouped(scale * factors, _six_bits(fields["ql"], fields["qh"]) - 32)
+    if format.endswith("_K"):
+        factors, minimums = _six_bit_factors(fields["scales"])
+        codes = _halves_of_pairs(fields["qs"])
+        if "qh" in fields:
+            codes = codes | _bits_by_group(fields["qh"])
+        return _grouped(scale * factors, codes) - _grouped(_half(fields["dmin"]) * minimums, jnp.ones_like(codes))
+    if format == "Q8_0":
+        return scale * _as(fields["qs"], jnp.int8).astype(jnp.float32)
+    codes = jnp.concatenate([fields["qs"] & 15, fields["qs"] >> 4], axis=-1)
+    if "qh" in fields:
+        codes = codes | (_bits(fields["qh"]) << 4)
+    if "m" in fields:
+        return scale * codes.astype(jnp.float32) + _half(fields["m"])
+    return scale * (codes.astype(jnp.float32) - (16 if "qh" in fields else 8))
+
+
+def _as(field: Array, kind: jax.typing.DTypeLike) -> Array:
+    """Return the bytes of `field` as numbers of another type."""
+    size = jnp.dtype(kind).itemsize
+    return lax.bitcast_convert_type(field if size == 1 else field.reshape(*field.shape[:-1], -1, size), kind)
+
+
+def _half(field: Array) -> Array:
+    """Return the float16 numbers in `field` as float32, one per block."""
+    return _as(field, jnp.float16).astype(jnp.float32)
+
+
+def _grouped(scales: Array, codes: Array) -> Array:
+    """Return the product of `codes` and the scales of their groups of consecutive values."""
+    groups = codes.reshape(*scales.shape, -1).astype(jnp.float32)
+    return (scales[..., None] * groups).reshape(codes.shape)
+
+
+def _bits(field: Array) -> Array:
+    """Return the bits of `field`, the lowest first."""
+    bits = field[..., None] >> jnp.arange(8, dtype=jnp.uint8) & 1
+    return bits.reshape(*field.shape[:-1], -1)
+
+
+def _halves_of_pairs(field: Array) -> Array:
+    """Return 4-bit codes. The low halves of 32 bytes hold one group, and the high halves hold the next."""
+    pairs = field.reshape(*field.shape[:-1], -1, 1, 32)
+    return jnp.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(*field.shape[:-1], -1)
+
+
+def _bits_by_group(field: Array) -> Array:
+    """Return the fifth bit of codes as 0 or 16: bit g of 32 bytes belongs to group g."""
+    bits = (field[..., None, :] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1) << 4
+    return bits.reshape(*field.shape[:-1], -1)
+
+
+def _six_bit_factors(field: Array) -> tuple[Array, Array]:
+    """Return the factors of the scales and the minimums of eight groups, 6 bits each, from 12 bytes."""
+    first, second, third = jnp.split(field, 3, axis=-1)
+    scales = jnp.concatenate([first & 63, (third & 15) | (first >> 2 & 48)], axis=-1)
+    minimums = jnp.concatenate([second & 63, (third >> 4) | (second >> 2 & 48)], axis=-1)
+    return scales.astype(jnp.float32), minimums.astype(jnp.float32)
+
+
+def _six_bits(low: Array, high: Array) -> Array:
+    """Return Q6_K's codes as int8, from 4 low bits in 128 bytes and 2 high bits in 64 bytes."""
+    lows = low.reshape(*low.shape[:-1], 2, 1, 64)
+    lows = jnp.concatenate([lows & 15, lows >> 4], axis=-2).reshape(*low.shape[:-1], 2, 4, 32)
+    highs = high.reshape(*high.shape[:-1], 2, 1, 32) >> jnp.array([0, 2, 4, 6], jnp.uint8)[:, None] & 3
+    return (lows | highs << 4).astype(jnp.int8).reshape(*low.shape[:-1], -1)

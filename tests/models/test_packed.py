@@ -1,0 +1,267 @@
+"""Packed matrices: weights as stored, native products against float64 and XLA's form, and models from files."""
+
+import ctypes
+import functools
+import logging
+import platform
+import re
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import convert
+import jspec
+from convert import CheckpointError, blocks
+from jspec.models import packed
+from jspec.models.kernels.cpu import native
+from jspec.models.llama import matrices, widened
+from jspec.models.packed import PackedMatrix
+from support import checkpoints, gguf_files
+from support.checkpoints import BFLOAT16
+from support.gguf_files import Kind
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+FORMATS = sorted(blocks.FORMATS)
+MIXED = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "output": "Q5_0", "gate": "Q8_0", "up": "Q8_0", "down": "Q5_K"}
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
+
+
+def stored_rows(name, count, width, seed=0):
+    """Return random rows as a file stores them, with scales near 0.01, and the weights that they hold."""
+    rng, kind = np.random.default_rng(seed), Kind[name]
+    if name in ("BF16", "F16"):
+        rows = gguf_files.stored(rng.standard_normal((count, width)).astype(np.float32) * 0.02, kind).view(np.uint8)
+        return rows, gguf.dequantize(rows, kind)
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = rng.integers(0, 256, (count, width // values, size), np.uint8)
+    for field in blocks.FORMATS[name].fields:
+        if field.name in ("d", "dmin", "m"):
+            scale = rng.uniform(0.005, 0.01, rows.shape[:2]).astype(np.float16)
+            rows[..., field.offset : field.offset + 2] = scale[..., None].view(np.uint8)
+    rows = rows.reshape(count, -1)
+    return rows, gguf.dequantize(rows, kind)
+
+
+def matrix(name, count, width):
+    """Return a random packed matrix and its weights."""
+    rows, weights = stored_rows(name, count, width)
+    return PackedMatrix(jnp.asarray(blocks.interleave(name, rows)), name, (count, width)), weights
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("count", [16, 39])
+def test_weights_equal_those_of_the_gguf_library(name, count):
+    one, weights = matrix(name, count, 512)
+    np.testing.assert_array_equal(one.widen(), weights)
+    np.testing.assert_array_equal(jax.jit(PackedMatrix.widen)(one), weights)
+    rows = np.array([[0, count - 1], [count, 7]])
+    np.testing.assert_array_equal(one.take(rows), weights[np.minimum(rows, count - 1)])
+    chosen = [3, 3, 11, 0, 15, *range(1, 15)]
+    np.testing.assert_array_equal(one.select(chosen).widen(), weights[chosen])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORMATS)
+def test_native_product_is_as_accurate_as_a_float32_product(name, report):
+    one, weights = matrix(name, 100, 1024)
+    x = np.random.default_rng(1).standard_normal((9, 1024)).astype(np.float32)
+    x[0] *= np.exp(np.random.default_rng(2).uniform(-20, 2, 1024))  # values of very different sizes in one run
+    x[1], x[2] = 0, 1e-28
+    expected = x.astype(np.float64) @ weights.T.astype(np.float64)
+    multiply = jax.jit(PackedMatrix.multiply)
+    assert "jspec_product" in multiply.lower(one, x).as_text()
+    found = np.asarray(multiply(one, x), np.float64)
+    (other,) = jax.jit(packed.multiply_widened, static_argnums=(2, 3))(x, one.tiles[...], name, 100)
+    scale = np.abs(x).astype(np.float64) @ np.abs(weights).T + 1e-30
+    errors = [np.sqrt(np.mean(np.square((result - expected) / scale)[3:])) for result in (found, np.asarray(other))]
+    report(native=f"{errors[0]:.1e}", xla=f"{errors[1]:.1e}")
+    assert errors[0] <= errors[1]
+    assert (np.abs(found - expected) <= 1e-6 * scale).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_row_has_the_same_bits_beside_any_others(name):
+    one, _ = matrix(name, 100, 512)
+    x = np.random.default_rng(1).standard_normal((19, 512)).astype(np.float32)
+    multiply = jax.jit(PackedMatrix.multiply)
+    whole = np.asarray(multiply(one, x))
+    for count in range(1, 14):
+        for start in (0, 5):
+            part = np.asarray(multiply(one, x[start : start + count]))
+            assert part.tobytes() == whole[start : start + count].tobytes()
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+@pytest.mark.parametrize("processor", ["haswell", "x86-64"])
+def test_other_instruction_sets_give_the_same_product(monkeypatch, tmp_path, name, processor):
+    flags = [f"-march={processor}" if flag.startswith("-march") else flag for flag in native._FLAGS]
+    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+    native._compile(native._compiler(), name, tmp_path / "product.so")
+    loaded = jax.ffi.pycapsule(ctypes.CDLL(str(tmp_path / "product.so")).product)
+    jax.ffi.register_ffi_target(f"test_product_{name}_{processor}", loaded, platform="cpu")
+    one, _ = matrix(name, 40, 512)
+    x = np.random.default_rng(1).standard_normal((7, 512)).astype(np.float32)
+    call = jax.ffi.ffi_call(f"test_product_{name}_{processor}", jax.ShapeDtypeStruct((7, 40), jnp.float32))
+    found, expected = np.asarray(jax.jit(call)(x, one.tiles[...])), np.asarray(one.multiply(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "BF16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_row_that_is_not_finite_leaves_other_rows_alone(name, bad):
+    one, _ = matrix(name, 20, 256)
+    x = np.ones((3, 256), np.float32)
+    clean = np.asarray(one.multiply(x))
+    x[1, 77] = bad
+    found = np.asarray(jax.jit(PackedMatrix.multiply)(one, x))
+    assert not np.isfinite(found[1]).any()
+    assert found[[0, 2]].tobytes() == clean[[0, 2]].tobytes()
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q6_K", "F16"])
+def test_transformations_use_the_widened_matrix(name):
+    one, weights = matrix(name, 20, 256)
+    x = np.random.default_rng(1).standard_normal((2, 3, 256)).astype(np.float32)
+    expected = x @ weights.T
+    np.testing.assert_allclose(one.multiply(x), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.vmap(one.multiply)(x), expected, rtol=1e-4, atol=1e-4)
+    gradient = jax.grad(lambda x: jnp.square(one.multiply(x)).sum())(x)
+    np.testing.assert_allclose(gradient, 2 * expected @ weights, rtol=1e-4, atol=1e-6 * np.abs(gradient).max())
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Keep compiled libraries in a folder of this test, and forget which products are registered while it runs."""
+    for name in ("register", "_warn_once"):
+        monkeypatch.setattr(native, name, functools.cache(getattr(native, name).__wrapped__))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JSPEC_NATIVE", raising=False)
+    return monkeypatch
+
+
+@needs_compiler
+def test_library_is_compiled_once_and_damaged_files_are_replaced(fresh, tmp_path):
+    library = native.library("Q4_0")
+    assert library.is_relative_to(tmp_path / "cache")
+    written = library.stat().st_mtime_ns
+    assert native.library("Q4_0") == library and library.stat().st_mtime_ns == written
+    library.write_bytes(b"damaged")
+    assert native.library("Q4_0") == library and library.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("/does/not/exist", "no C\\+\\+ compiler was found; install g\\+\\+ or clang\\+\\+, or set CXX"),
+        ("false", "could not compile products.cc \\(exit status 1\\)"),
+    ],
+)
+def test_without_a_working_compiler_xla_multiplies_and_one_line_says_so(fresh, caplog, compiler, said):
+    fresh.setenv("CXX", compiler)
+    one, weights = matrix("Q4_1", 20, 256)
+    x = np.ones((1, 256), np.float32)
+    with caplog.at_level(logging.WARNING, "jspec"):
+        found = [jax.jit(lambda x, scale=scale: one.multiply(x) * scale)(x) for scale in (1, 2)]
+    np.testing.assert_allclose(found[0], x @ weights.T, rtol=1e-5)
+    (record,) = caplog.records
+    assert re.search(said, record.getMessage())
+
+
+def test_unwritable_cache_folder_is_named(fresh, caplog, tmp_path):
+    (tmp_path / "cache").write_text("a file, where a folder should be")
+    if not native.is_available():
+        pytest.skip("there is no C++ compiler")
+    with caplog.at_level(logging.WARNING, "jspec"):
+        assert not native.register("Q4_0")
+    assert str(tmp_path / "cache") in caplog.text
+
+
+def test_products_can_be_turned_off(fresh, caplog):
+    fresh.setenv("JSPEC_NATIVE", "0")
+    assert not native.is_available() and not native.register("Q4_0") and not caplog.records
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Return a GGUF file whose fused matrices mix formats."""
+    raw = gguf_files.RAW | {"num_hidden_layers": 2}
+    arrays = gguf_files.tensors(raw, checkpoints.tensors(raw))
+    formats = {name: _format_of(name) for name, array in arrays.items() if array.ndim == 2}
+    rows = {name: stored_rows(format, *arrays[name].shape, i)[0] for i, (name, format) in enumerate(formats.items())}
+    path = tmp_path_factory.mktemp("packed") / "mixed.gguf"
+    kinds = {name: Kind[format] for name, format in formats.items()}
+    return gguf_files.write(path, gguf_files.metadata(raw), arrays | rows, kinds)
+
+
+def _format_of(name):
+    return next((format for part, format in MIXED.items() if f"_{part}." in name), "Q4_0")
+
+
+def test_packed_model_has_the_weights_of_the_file(file):
+    wide, model = jspec.load(file, packed=False), jspec.load(file, packed=True)
+    formats = {name: [part.format for part in module.packed] for name, module in matrices(model).items()}
+    assert formats["layers.0.self_attn.qkv_proj.weight"] == ["Q4_K", "Q6_K"]
+    assert formats["layers.0.mlp.gate_up_proj.weight"] == ["Q8_0"]
+    for name, module in matrices(model).items():
+        np.testing.assert_array_equal(packed.widen(module.packed).T, matrices(wide)[name].weight[...])
+    for one, other in zip(jax.tree.leaves(widened(model)), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_packed_model_computes_the_same_function(file):
+    wide, model = jspec.load(file, packed=False), jspec.load(file, packed=True)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 9), np.int32)
+    expected, found = (jax.jit(lambda m, t: m(t))(m, tokens) for m in (wide, model))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["Hugging Face", "converted"])
+def test_checkpoint_of_16_bits_stays_packed_with_float32_activations(tmp_path, dtype, kind):
+    source = checkpoints.make(tmp_path / "hf", BFLOAT16 if dtype == "bfloat16" else np.float16)
+    if kind == "converted":
+        source = convert.save(convert.load(source), tmp_path / "store")
+    wide, model = jspec.load(source, "float32", packed=False), jspec.load(source, "float32", packed=True)
+    assert model.dtype == jnp.float32
+    for name, module in matrices(model).items():
+        (part,) = module.packed
+        assert part.format == {"bfloat16": "BF16", "float16": "F16"}[dtype]
+        np.testing.assert_array_equal(part.widen().T, matrices(wide)[name].weight[...])
+
+
+def test_scales_that_are_not_finite_are_rejected(tmp_path):
+    rows, _ = stored_rows("Q4_0", 256, 256)
+    rows[3, 18:20] = np.array([np.inf], np.float16).view(np.uint8)
+    with pytest.raises(CheckpointError, match=r"^blk\.0\.x has weights that are not finite; "):
+        blocks.check_finite("Q4_0", rows, "blk.0.x")
+
+
+@pytest.mark.parametrize("option", [{"quantize": "int8"}, {"sharding": lambda name, shape: None}])
+def test_packed_excludes_options_that_change_the_form(file, option):
+    with pytest.raises(ValueError, match="neither quantised nor sharded"):
+        jspec.load(file, packed=True, **option)
+
+
+@needs_compiler
+def test_greedy_text_is_the_same_plain_drafted_and_batched(file):
+    model = jspec.load(file, packed=True)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (5, 6), np.int32)
+    lengths, keys = np.full(5, 6, np.int32), jax.random.split(jax.random.key(0), 5)
+    options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0.0)}
+    plain = jspec.generate(model, tokens, lengths, keys, **options)
+    for drafter, rows in (
+        (jspec.NGramDrafter(), slice(0, 5)),
+        (jspec.NGramDrafter(), slice(2, 3)),
+        (None, slice(1, 2)),
+    ):
+        run = jspec.generate if drafter is None else jspec.speculative_generate
+        models = (model,) if drafter is None else (model, drafter)
+        other = run(*models, tokens[rows], lengths[rows], keys[rows], **options)
+        assert np.asarray(other.tokens).tobytes() == np.asarray(plain.tokens[rows]).tobytes()
