@@ -130,13 +130,18 @@ def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
 @app.command()
 def llamacpp(
     pair: Pair = "109m",
+    file: Annotated[Path | None, typer.Option("--file", help="A GGUF file, in place of a pair.", exists=True)] = None,
+    draft: Annotated[Path | None, typer.Option("--draft", help="A GGUF file of the draft.", exists=True)] = None,
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
     """Compare passes of the target and greedy decoding with llama.cpp; needs llama-cpp-python."""
     from bench import llamacpp
 
-    llamacpp.run(pair, k, repeats)
+    if file is None:
+        llamacpp.run(pair, k, repeats)
+    else:
+        llamacpp.run_file(file, draft, k, repeats)
 
 
 @app.command()

@@ -1,5 +1,6 @@
-"""Greedy decoding, and passes over a few rows, of the same float32 target in llama.cpp (llama-cpp-python)."""
+"""Greedy decoding, and passes over a few rows, of the same target in llama.cpp (llama-cpp-python)."""
 
+import functools
 import itertools
 import os
 import tempfile
@@ -16,8 +17,24 @@ from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.rivals import hf_arrays
 from bench.timing import in_turns, ratio, spread
+from jspec.text import load_tokenizer
 
 CONTEXT = 64
+_CODE = '''"""Sorting algorithms."""
+
+
+def bubble_sort(items):
+    """Return a sorted copy of a list, by swapping neighbours until nothing changes."""
+    items = list(items)
+    for end in range(len(items), 1, -1):
+        for i in range(end - 1):
+            if items[i] > items[i + 1]:
+                items[i], items[i + 1] = items[i + 1], items[i]
+    return items
+
+
+def merge_sort(items):
+'''
 COUNT = 8
 NEW_TOKENS = 128
 # Logits of the same float32 model differ by about 1e-5. If the query and key rows are in another order, they differ by
@@ -98,9 +115,8 @@ def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
     return call
 
 
-def greedy(target: jspec.Llama, llm: Any) -> dict[str, Callable[[], Any]]:
+def greedy(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Return program -> a call that continues a prompt of CONTEXT tokens by NEW_TOKENS greedy tokens."""
-    prompt = np.random.default_rng(0).integers(1, target.config.vocab_size, (1, CONTEXT))
     request = (prompt, np.array([CONTEXT]), jax.random.split(jax.random.key(0), 1))
 
     def theirs() -> list[int]:
@@ -127,18 +143,43 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -
 
 def run(pair: str, ks: list[int], repeats: int) -> None:
     """Measure passes and greedy decoding of both programs in turns, after checking that their logits agree."""
-    import llama_cpp
-
     target, _ = pairs.pair(pair)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "target.gguf"
         write_gguf(target, file)
         llm, last = load(file, logits_all=True), load(file, logits_all=False)
-    difference = check_same(target, llm)
+    prompt = np.random.default_rng(0).integers(1, target.config.vocab_size, (1, CONTEXT))
+    check_same(target, llm)
+    _compare(pair, target, (llm, last), ks, repeats, prompt)
+
+
+def run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> None:
+    """Measure the same of a GGUF file as it is. With `draft`, also measure speculative decoding for each K.
+
+    llama.cpp rounds activations to int8, so its logits differ.
+    """
+    llm, last = load(file, logits_all=True), load(file, logits_all=False)
+    prompt = np.array([load_tokenizer(file).encode(_CODE)[:CONTEXT]])
+    models = jspec.load(file), (llm, last), ks, repeats, prompt
+    _compare(file.stem, *models, None if draft is None else jspec.load(draft))
+
+
+def _compare(
+    name: str,
+    target: jspec.Llama,
+    llms: tuple[Any, Any],
+    ks: list[int],
+    repeats: int,
+    prompt: np.ndarray,
+    draft: jspec.Llama | None = None,
+) -> None:
+    """Measure `target` and the same model in llama.cpp (`llms`, with the logits of all and of the last token)."""
+    import llama_cpp
+
     sizes = [1, *(k + 1 for k in ks)]
     passes = {f"{rows}": Pass(target, rows, context=CONTEXT) for rows in sizes}
-    others = {f"llama.cpp {rows}": decoder(llm, rows, target.config.vocab_size) for rows in sizes}
-    texts = greedy(target, last)
+    others = {f"llama.cpp {rows}": decoder(llms[0], rows, target.config.vocab_size) for rows in sizes}
+    texts = greedy(target, llms[1], prompt) | ({} if draft is None else drafted(target, draft, ks, prompt))
     times = in_turns(passes | others | texts, repeats)
     taken = pass_seconds(passes, times)
     rows = []
@@ -150,17 +191,19 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
                 "jspec, ms": taken[f"{size}"] * 1e3,
                 "llama.cpp, ms": spread(theirs).median * 1e3,
                 "speed of jspec / llama.cpp": ratio(theirs, ours).median,
+                "cost over one row": ratio(ours, times["1"] / passes["1"].count).median,
             }
         )
     speeds = {program: spread(NEW_TOKENS / times[program]) for program in texts}
+    largest = difference(target, llms[0], prompt)
     same = np.array(texts["llama.cpp"]()) == np.asarray(texts["jspec"]().tokens)[0]
     publish(
-        f"llamacpp-{pair}",
-        f"{pair}: one pass with all logits, {target.dtype}, {os.cpu_count()} threads, {CONTEXT} tokens of context",
+        f"llamacpp-{name}",
+        f"{name}: one pass with all logits, {target.dtype}, {os.cpu_count()} threads, {CONTEXT} tokens of context",
         rows,
         plots.llamacpp,
         notes=[
-            f"llama-cpp-python {llama_cpp.__version__}; largest difference of logits {difference:.2g}.",
+            f"llama-cpp-python {llama_cpp.__version__}; largest difference of logits {largest:.2g}.",
             f"Greedy decoding of {NEW_TOKENS} tokens after {CONTEXT}, {same.sum()} of them the same: "
             + ", ".join(f"{program} {speed.median:.1f} tokens/s" for program, speed in speeds.items())
             + f", ratio {ratio(times['llama.cpp'], times['jspec']).median:.3f}.",
@@ -169,19 +212,36 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
     )
 
 
+def drafted(target: jspec.Llama, draft: jspec.Llama, ks: list[int], prompt: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """Return program -> a call that continues the prompt of `greedy` with `draft`, for each K."""
+    request = (prompt, np.array([CONTEXT]), jax.random.split(jax.random.key(0), 1))
+    options = {"max_new_tokens": NEW_TOKENS, "sampling": jspec.SamplingParams(temperature=0)}
+    return {
+        f"jspec, K = {k}": functools.partial(
+            jspec.speculative_generate, target, draft, *request, num_draft_tokens=k, **options
+        )
+        for k in ks
+    }
+
+
+def difference(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> float:
+    """Return the largest logit difference after each of the first ten tokens of a prompt."""
+    tokens = prompt[0][:10].tolist()
+    llm.reset()
+    llm.eval(tokens)
+    return float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
+
+
 def check_same(target: jspec.Llama, llm: Any) -> float:
     """Return the largest logit difference after each of ten tokens.
 
     Raises:
         ValueError: the difference is too large to be rounding.
     """
-    tokens = list(range(1, 11))
-    llm.reset()
-    llm.eval(tokens)
-    difference = float(np.abs(np.asarray(target(np.array([tokens])))[0] - llm.scores[:10]).max())
-    if not difference < TOLERANCE:
+    found = difference(target, llm, np.arange(1, 11)[None])
+    if not found < TOLERANCE:
         raise ValueError(
-            f"logits of jspec and llama.cpp differ by up to {difference:.2g}; expected less than {TOLERANCE:g}. They "
+            f"logits of jspec and llama.cpp differ by up to {found:.2g}; expected less than {TOLERANCE:g}. They "
             "are not the same model; see write_gguf."
         )
-    return difference
+    return found

@@ -112,8 +112,8 @@ def weight_bytes(model: jspec.Llama) -> int:
 
     The result is wrong for int8 on CPU, where XLA widens the weights before the loop and each pass reads float32.
     """
-    unread = 0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))) - unread
+    unread = None if model.lm_head is None else model.embed_tokens
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - sum(leaf.nbytes for leaf in jax.tree.leaves(unread))
 
 
 def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:

@@ -9,6 +9,7 @@ import numpy as np
 
 import jspec
 from convert.config import LlamaConfig
+from jspec.models.llama import widened
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate")
@@ -49,6 +50,7 @@ def hf_config(config: LlamaConfig) -> Any:
 
 def hf_arrays(model: jspec.Llama) -> dict[str, np.ndarray]:
     """Return Hugging Face name -> float32 array ``[out, in]``."""
+    model = widened(model)
     config = model.config
     queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     cuts = [queries, queries + keys]
