@@ -76,7 +76,8 @@ def _check_capabilities(target: Llama, drafter: Drafter[PyTree] | None) -> None:
                 "target's number of layers), or -1, which stands for that number."
             )
     if embeddings is not None:
-        shape, size = list(np.shape(embeddings)), target.config.hidden_size
+        is_array = isinstance(embeddings, jax.Array | np.ndarray)
+        shape, size = list(embeddings.shape) if is_array else [], target.config.hidden_size
         if shape[1:] != [size] or not shape[0]:
             raise ValueError(
                 f"embeddings of {kind} are a {type(embeddings).__name__} of shape {shape}; expected an array of "
