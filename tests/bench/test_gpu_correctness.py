@@ -42,7 +42,7 @@ def _without_residual(x, inner, weight, gamma, **options):
 
 
 @pytest.mark.parametrize("wrong", [_late, _turned_back, _unwritten, _coarse, _unweighted, _without_residual, None])
-def test_wrong_kernel_is_not_ok(wrong, monkeypatch, tmp_path, quick_compile):
+def test_wrong_kernel_is_detected(wrong, monkeypatch, tmp_path, quick_compile):
     """Every planted bug is detected; None stands for the kernel as it is, which is ok."""
     record, norms = Record(tmp_path / "step.json"), wrong in (_unweighted, _without_residual)
     monkeypatch.setattr(kernels, "ATTENTION", {"several tokens": (2, 3, 4, 2, 64, 40, [7, 0])})
@@ -75,7 +75,7 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
 
 
 @pytest.mark.slow
-def test_wrong_distribution_is_not_ok(quick_compile):
+def test_wrong_distribution_is_detected(quick_compile):
     """A model's counts fit its own distribution but not that of its draft model."""
     target, draft = (random_llama(law._SHAPE, jnp.float32, seed) for seed in (0, 1))
     counts, rate = law._counts(target, draft, 4096, 4096, "rejection", 2)

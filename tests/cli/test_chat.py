@@ -82,7 +82,7 @@ def test_chat_answers_equal_plain_decoding_of_conversation(talk, tokenizer):
     assert kept[0] == 0 and 0 < kept[1] < kept[2]  # earlier turns are not prefilled again
 
 
-def test_without_template_chat_continues_text(talk):
+def test_chat_without_template_continues_text(talk):
     words = text_pair.tokenizer()
     conversation, text = talk(words=words), ""
     for turn, message in enumerate(("in a", "the")):

@@ -131,7 +131,7 @@ def test_invalid_paths_are_rejected(tmp_path, name):
         convert.load(place.format(tmp=tmp_path))
 
 
-def test_no_damaged_checkpoint_loaded_silently(capsys):
+def test_no_damaged_checkpoint_loads_silently(capsys):
     """No damaged checkpoint loads silently; this test runs last and prints the count."""
     with capsys.disabled():
         print(f"\ndamaged checkpoints: {len(OUTCOMES)} cases, silent loads {OUTCOMES.count(False)}")

@@ -165,7 +165,7 @@ def test_quantisation_method_is_reported_before_file_names(tmp_path):
         convert.load(folder)
 
 
-def test_advice_on_pickles_works(tmp_path):
+def test_following_advice_on_pickles_works(tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -249,7 +249,7 @@ def test_sliding_window_limits_context_length(tmp_path):
     assert convert.read_config(file).max_position_embeddings == 16
 
 
-def test_advice_on_byte_order_works(tmp_path):
+def test_following_advice_on_byte_order_works(tmp_path):
     file = gguf_files.model(tmp_path / "x.gguf", num_hidden_layers=1)[0]
     expected = convert.load(file).params
     program = [str(Path(sys.executable).parent / "gguf-convert-endian"), str(file)]

@@ -175,7 +175,7 @@ def test_file_truncated_while_reading_is_rejected(tmp_path):
             tensor.read(slice(0, tensor.shape[0]))
 
 
-def test_no_damaged_file_loaded_silently(report):
+def test_no_damaged_file_loads_silently(report):
     """No damaged file loads silently; this test runs last and reports the count."""
     report(damaged_files=len(OUTCOMES), silent_loads=OUTCOMES.count(False))
     assert False not in OUTCOMES

@@ -217,7 +217,7 @@ def test_unsupported_dtype_is_rejected(dtype):
     assert _is_one_sentence(caught.value)
 
 
-def test_enough_bad_values_are_tried(report):
+def test_number_of_bad_values_is_large_enough(report):
     report(bad_values=len(FLAT), arguments=len({name for name, *_ in FLAT}))
     assert len(FLAT) >= 120
 

@@ -311,7 +311,7 @@ def test_invalid_engine_options_are_rejected(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 4, 8])
-def test_thousand_engine_texts_equal_single_request_texts(models, slots):
+def test_1000_engine_texts_equal_single_request_texts(models, slots):
     requests = made(1000, seed=11)
     with Engine(*models, **(OPTIONS | {"slots": slots})) as engine:
         check_texts(models[0], requests, engine.generate(requests))

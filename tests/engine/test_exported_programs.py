@@ -95,7 +95,7 @@ NAMES = ("model", "eagle 3", "fallback", "recycling", "several")
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "bfloat16", *NAMES])
-def test_later_engine_traces_nothing_and_decodes_the_same(folder, traced, name):
+def test_later_engine_traces_nothing_and_decodes_same_text(folder, traced, name):
     target, draft = models()
     if name == "int8":
         target = quantize(target)
@@ -261,7 +261,7 @@ def test_missing_flatbuffers_disables_storing(folder, monkeypatch):
     assert lowered_total()["sum"] == 3 and not exported(folder)
 
 
-def test_mesh_stores_nothing(folder):
+def test_programs_on_mesh_are_not_stored(folder):
     """The mesh in use is part of a program, and of no setting."""
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
         assert path_of() is None

@@ -186,7 +186,7 @@ def test_distribution_catches_planted_bug(report, monkeypatch, mutant):
 
 
 @pytest.mark.slow
-def test_no_bug_raises_no_alarm(toy, prompts):
+def test_correct_code_raises_no_alarm(toy, prompts):
     assert coupled_texts(toy, prompts) == 0
     assert law()[0] > oracle.ALPHA
     assert law(equal_children_merged)[0] > oracle.ALPHA  # the same drafts, without the bug

@@ -55,7 +55,7 @@ def test_attention_kernel_matches_xla(name, report):
 
 
 @pytest.mark.parametrize("name", ["ratio 3", "eight shares"])
-def test_unseen_slots_do_not_matter(name):
+def test_unread_slots_do_not_change_output(name):
     """NaN in the slots that the new tokens take, and in every slot after them, changes no output."""
     qkv, tables, keys, values, positions, sizes = attention_arguments(*CASES[name])
     behind = jnp.arange(keys.shape[3]) >= positions[:, :1]

@@ -1,4 +1,4 @@
-"""Packed matrices: weights as stored, native products against float64 and XLA's form, and models from files."""
+"""Packed matrices: stored weights, native kernels compared with float64 and XLA, and models loaded from files."""
 
 import ctypes
 import functools
@@ -65,7 +65,7 @@ def test_weights_equal_those_of_the_gguf_library(name, count):
 
 @needs_compiler
 @pytest.mark.parametrize("name", FORMATS)
-def test_native_product_is_as_accurate_as_a_float32_product(name, report):
+def test_native_kernel_is_as_accurate_as_float32(name, report):
     one, weights = matrix(name, 100, 1024)
     x = np.random.default_rng(1).standard_normal((9, 1024)).astype(np.float32)
     x[0] *= np.exp(np.random.default_rng(2).uniform(-20, 2, 1024))  # values of very different sizes in one run
@@ -84,7 +84,7 @@ def test_native_product_is_as_accurate_as_a_float32_product(name, report):
 
 @needs_compiler
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_row_has_the_same_bits_beside_any_others(name):
+def test_bits_of_a_row_do_not_depend_on_other_rows(name):
     one, _ = matrix(name, 100, 512)
     x = np.random.default_rng(1).standard_normal((19, 512)).astype(np.float32)
     multiply = jax.jit(PackedMatrix.multiply)
@@ -96,7 +96,7 @@ def test_every_row_has_the_same_bits_beside_any_others(name):
 
 
 @needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are for x86-64")
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
 @pytest.mark.parametrize("processor", ["haswell", "x86-64"])
 def test_other_instruction_sets_give_the_same_product(monkeypatch, tmp_path, name, processor):
@@ -115,7 +115,7 @@ def test_other_instruction_sets_give_the_same_product(monkeypatch, tmp_path, nam
 @needs_compiler
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "BF16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_row_that_is_not_finite_leaves_other_rows_alone(name, bad):
+def test_non_finite_row_does_not_change_other_rows(name, bad):
     one, _ = matrix(name, 20, 256)
     x = np.ones((3, 256), np.float32)
     clean = np.asarray(one.multiply(x))
@@ -138,7 +138,7 @@ def test_transformations_use_the_widened_matrix(name):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """Keep compiled libraries in a folder of this test, and forget which products are registered while it runs."""
+    """Store compiled libraries in this test's own folder, and start without registered kernels."""
     for name in ("register", "_warn_once"):
         monkeypatch.setattr(native, name, functools.cache(getattr(native, name).__wrapped__))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -163,7 +163,7 @@ def test_library_is_compiled_once_and_damaged_files_are_replaced(fresh, tmp_path
         ("false", "could not compile products.cc \\(exit status 1\\)"),
     ],
 )
-def test_without_a_working_compiler_xla_multiplies_and_one_line_says_so(fresh, caplog, compiler, said):
+def test_without_compiler_xla_is_used_with_one_warning(fresh, caplog, compiler, said):
     fresh.setenv("CXX", compiler)
     one, weights = matrix("Q4_1", 20, 256)
     x = np.ones((1, 256), np.float32)
@@ -183,7 +183,7 @@ def test_unwritable_cache_folder_is_named(fresh, caplog, tmp_path):
     assert str(tmp_path / "cache") in caplog.text
 
 
-def test_products_can_be_turned_off(fresh, caplog):
+def test_native_kernels_can_be_turned_off(fresh, caplog):
     fresh.setenv("JSPEC_NATIVE", "0")
     assert not native.is_available() and not native.register("Q4_0") and not caplog.records
 
@@ -224,7 +224,7 @@ def test_packed_model_computes_the_same_function(file):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["Hugging Face", "converted"])
-def test_checkpoint_of_16_bits_stays_packed_with_float32_activations(tmp_path, dtype, kind):
+def test_16_bit_checkpoint_stays_packed(tmp_path, dtype, kind):
     source = checkpoints.make(tmp_path / "hf", BFLOAT16 if dtype == "bfloat16" else np.float16)
     if kind == "converted":
         source = convert.save(convert.load(source), tmp_path / "store")
@@ -236,7 +236,7 @@ def test_checkpoint_of_16_bits_stays_packed_with_float32_activations(tmp_path, d
         np.testing.assert_array_equal(part.widen().T, matrices(wide)[name].weight[...])
 
 
-def test_scales_that_are_not_finite_are_rejected(tmp_path):
+def test_non_finite_scales_are_rejected(tmp_path):
     rows, _ = stored_rows("Q4_0", 256, 256)
     rows[3, 18:20] = np.array([np.inf], np.float16).view(np.uint8)
     with pytest.raises(CheckpointError, match=r"^blk\.0\.x has weights that are not finite; "):
@@ -244,13 +244,13 @@ def test_scales_that_are_not_finite_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("option", [{"quantize": "int8"}, {"sharding": lambda name, shape: None}])
-def test_packed_excludes_options_that_change_the_form(file, option):
+def test_packed_cannot_be_combined_with_int8_or_sharding(file, option):
     with pytest.raises(ValueError, match="neither quantised nor sharded"):
         jspec.load(file, packed=True, **option)
 
 
 @needs_compiler
-def test_greedy_text_is_the_same_plain_drafted_and_batched(file):
+def test_greedy_text_does_not_depend_on_drafting_or_batching(file):
     model = jspec.load(file, packed=True)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (5, 6), np.int32)
     lengths, keys = np.full(5, 6, np.int32), jax.random.split(jax.random.key(0), 5)

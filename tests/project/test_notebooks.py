@@ -115,7 +115,7 @@ def test_outputs_come_from_one_run(updated):
     assert updated(["K = 4", "a"], ["K = 1", "a"]) == ["K = 4", "a"]
 
 
-def test_profile_notebook_races_best_length():
+def test_profile_notebook_times_predicted_best_length():
     outputs = json.dumps([cell.get("outputs") for cell in NOTEBOOKS["profile"]["cells"]])
     ((best, speedup),) = re.findall(r"best K, 0 for plain decoding: (\d+) \(predicted speed-up ([\d.]+)\)", outputs)
     ((raced, predicted),) = re.findall(r"K = (\d+): predicted ([\d.]+)", outputs)
@@ -123,7 +123,7 @@ def test_profile_notebook_races_best_length():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_few_cells_vary(name):
+def test_at_most_half_of_cells_vary(name):
     """At most half of the cells vary, which show times or versions; text, tokens and counts are in other cells."""
     cells = [cell for cell in NOTEBOOKS[name]["cells"] if cell["cell_type"] == "code" and cell["outputs"]]
     loose = [cell for cell in cells if check.VARIES in cell["metadata"].get("tags", [])]

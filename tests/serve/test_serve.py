@@ -251,7 +251,7 @@ def test_metrics_equal_sums_over_answers(running, complete, chat):
     assert metrics(running)["jspec_num_requests_running",] == metrics(running)["jspec_num_requests_waiting",] == 0
 
 
-def test_other_routes_answer(running):
+def test_other_routes_respond(running):
     client = running.usual
     assert [model.id for model in client.models.list()] == [servers.NAME]
     assert client.models.retrieve(servers.NAME).max_model_len == servers.OPTIONS["max_length"]

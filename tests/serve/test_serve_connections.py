@@ -234,7 +234,7 @@ def ask_health(address):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sockets are not files")
-def test_thousand_idle_connections_do_not_block_server(sources, report):
+def test_1000_idle_connections_do_not_block_server(sources, report):
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -88,7 +88,7 @@ def stored(array: np.ndarray, kind: Kind, seed: int = 0) -> np.ndarray:
 def write(
     file: Path, keys: dict[str, Any], arrays: dict[str, np.ndarray], kinds: dict[str, Kind] | None = None
 ) -> Path:
-    """Write a file with the library, in float32 except for `kinds`. Arrays of bytes are written as they are."""
+    """Write a file with the gguf library. Tensors are float32 unless `kinds` names a type; bytes stay unchanged."""
     writer = gguf.GGUFWriter(file, keys["general.architecture"])
     for key, value in keys.items():
         if key != "general.architecture":

@@ -70,7 +70,7 @@ def test_texts_with_new_keys_have_target_distribution(report):
     assert p_values["new"] > oracle.ALPHA and p_values["known"] < 1e-6
 
 
-def test_tokens_without_target_distribution_teach_nothing(prompts):
+def test_tokens_without_target_distribution_are_not_learned(prompts):
     """Tokens without a target distribution teach nothing, and do not spoil what other tokens teach."""
     target = toys.tiny_llama(0, 2)
     target.embed_tokens.weight.set_value(target.embed_tokens.weight[...].at[:, 7].set(jnp.inf))
