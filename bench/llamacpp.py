@@ -1,4 +1,4 @@
-"""Greedy decoding, and passes over a few rows, of the same target in llama.cpp (llama-cpp-python)."""
+"""Compare greedy decoding and passes over a few rows with llama.cpp (llama-cpp-python) on the same target."""
 
 import functools
 import itertools
@@ -154,7 +154,7 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
 
 
 def run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> None:
-    """Measure the same of a GGUF file as it is. With `draft`, also measure speculative decoding for each K.
+    """Measure the same for a GGUF file, without conversion. With `draft`, also measure speculative decoding per K.
 
     llama.cpp rounds activations to int8, so its logits differ.
     """
@@ -173,7 +173,7 @@ def _compare(
     prompt: np.ndarray,
     draft: jspec.Llama | None = None,
 ) -> None:
-    """Measure `target` and the same model in llama.cpp (`llms`, with the logits of all and of the last token)."""
+    """Compare `target` with the same model in llama.cpp: `llms` returns the logits of all or of the last token."""
     import llama_cpp
 
     sizes = [1, *(k + 1 for k in ks)]
@@ -203,7 +203,7 @@ def _compare(
         rows,
         plots.llamacpp,
         notes=[
-            f"llama-cpp-python {llama_cpp.__version__}; largest difference of logits {largest:.2g}.",
+            f"llama-cpp-python {llama_cpp.__version__}; largest logit difference {largest:.2g}.",
             f"Greedy decoding of {NEW_TOKENS} tokens after {CONTEXT}, {same.sum()} of them the same: "
             + ", ".join(f"{program} {speed.median:.1f} tokens/s" for program, speed in speeds.items())
             + f", ratio {ratio(times['llama.cpp'], times['jspec']).median:.3f}.",
@@ -213,7 +213,7 @@ def _compare(
 
 
 def drafted(target: jspec.Llama, draft: jspec.Llama, ks: list[int], prompt: np.ndarray) -> dict[str, Callable[[], Any]]:
-    """Return program -> a call that continues the prompt of `greedy` with `draft`, for each K."""
+    """Return program -> a call that continues `prompt` as in `greedy`, but speculatively, for each K."""
     request = (prompt, np.array([CONTEXT]), jax.random.split(jax.random.key(0), 1))
     options = {"max_new_tokens": NEW_TOKENS, "sampling": jspec.SamplingParams(temperature=0)}
     return {
@@ -225,7 +225,7 @@ def drafted(target: jspec.Llama, draft: jspec.Llama, ks: list[int], prompt: np.n
 
 
 def difference(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> float:
-    """Return the largest logit difference after each of the first ten tokens of a prompt."""
+    """Return the largest logit difference over the first ten tokens of `prompt`."""
     tokens = prompt[0][:10].tolist()
     llm.reset()
     llm.eval(tokens)
@@ -241,7 +241,7 @@ def check_same(target: jspec.Llama, llm: Any) -> float:
     found = difference(target, llm, np.arange(1, 11)[None])
     if not found < TOLERANCE:
         raise ValueError(
-            f"logits of jspec and llama.cpp differ by up to {found:.2g}; expected less than {TOLERANCE:g}. They "
-            "are not the same model; see write_gguf."
+            f"logits of jspec and llama.cpp differ by up to {found:.2g}; expected less than {TOLERANCE:g}. This is "
+            "not the same model; see write_gguf."
         )
     return found

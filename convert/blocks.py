@@ -1,11 +1,11 @@
-"""Packed matrices: weights that stay as a file stores them, with the outputs of a product interleaved.
+"""Packed matrices: weights in the form in which a file stores them, with 16 rows interleaved.
 
 GGUF stores each row of a matrix ``[out, in]`` as a sequence of blocks. A block holds 32 or 256 values, as integer codes
-and scales in several fields. `interleave` puts the blocks of 16 rows into one tile, which stores each unit of 2 or 4
-bytes for all 16 rows side by side. No bit changes. A product then has 16 outputs in the lanes of one vector, and reads
-a tile from beginning to end.
+and scales in several fields. `interleave` combines the blocks of 16 rows into one tile. A tile stores the rows' units
+of 2 or 4 bytes side by side. No bit changes. A product then computes 16 outputs in the lanes of one vector, and reads
+each tile from beginning to end.
 
-Matrices of 16-bit floats have the same form, as if their blocks held one value each.
+Matrices of 16-bit floats have the same form, with one value per block.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ class Field:
 
     @property
     def unit(self) -> int:
-        """The number of bytes that are stored side by side for each row."""
+        """The number of bytes of one row that stay together in a tile."""
         return 4 if self.nbytes % 4 == 0 else 2
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """A format of packed weights. A block holds `values` values in `fields`, which are stored in this order."""
+    """A format of packed weights. A block holds `values` values. A tile stores `fields` in the order given here."""
 
     values: int
     fields: tuple[Field, ...]
@@ -53,20 +53,20 @@ class BlockFormat:
 
 
 def _format(values: int, **sizes: int) -> BlockFormat:
-    """Return a format whose fields have the order that they have in GGUF's blocks."""
+    """Return a format whose fields are in the order of GGUF's blocks."""
     ends = np.cumsum([0, *sizes.values()])
     return BlockFormat(
         values, tuple(Field(name, int(at), size) for (name, size), at in zip(sizes.items(), ends[:-1], strict=True))
     )
 
 
-def _sixth() -> BlockFormat:
-    """Return Q6_K with its scales first, because a product needs them first."""
+def _q6_k() -> BlockFormat:
+    """Return Q6_K with its scales before its codes, because a product reads the scales first."""
     low, high, scales, d = _format(256, ql=128, qh=64, scales=16, d=2).fields
     return BlockFormat(256, (d, scales, low, high))
 
 
-# GGUF's names of tensor types. https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+# The keys are GGUF's names of tensor types. See https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 FORMATS = {
     "BF16": _format(1, w=2),
     "F16": _format(1, w=2),
@@ -77,7 +77,7 @@ FORMATS = {
     "Q8_0": _format(32, d=2, qs=32),
     "Q4_K": _format(256, d=2, dmin=2, scales=12, qs=128),
     "Q5_K": _format(256, d=2, dmin=2, scales=12, qh=32, qs=128),
-    "Q6_K": _sixth(),
+    "Q6_K": _q6_k(),
 }
 
 
@@ -88,7 +88,7 @@ class StoredMatrix:
     Attributes:
         format: a key of `FORMATS`.
         shape: ``(out, in)``.
-        tiles: ``uint8[ceil(out / 16), 16 row_bytes]``. The rows that fill the last tile are zeros.
+        tiles: ``uint8[ceil(out / 16), 16 row_bytes]``. Rows of zeros fill the last tile.
     """
 
     format: str
@@ -96,12 +96,12 @@ class StoredMatrix:
     tiles: np.ndarray
 
 
-# A matrix whose rows come from tensors of different formats.
+# The parts of a matrix, in order. Tensors of different formats form different parts.
 StoredParts: TypeAlias = tuple[StoredMatrix, ...]
 
 
 def row_bytes(name: str, width: int) -> int:
-    """Return the size in bytes of a row of `width` values, or 0 if the format does not divide it into whole blocks."""
+    """Return the bytes in a row of `width` values; 0 if the format is unknown or the row is not whole blocks."""
     form = FORMATS.get(name)
     return 0 if form is None or width % form.values else width // form.values * form.nbytes
 
@@ -127,10 +127,10 @@ def interleave(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def check_finite(name: str, rows: np.ndarray, tensor: str) -> None:
-    """Reject stored rows ``uint8[N, row_bytes]`` whose weights are not finite, because of their scales or themselves.
+    """Reject stored rows ``uint8[N, row_bytes]`` with a scale or a 16-bit weight that is not finite.
 
     Raises:
-        CheckpointError: a number of 16 bits is infinite or NaN.
+        CheckpointError: a scale or a 16-bit weight is infinite or NaN.
     """
     form = FORMATS[name]
     halves = [field for field in form.fields if field.name in ("w", "d", "dmin", "m")]
@@ -138,11 +138,11 @@ def check_finite(name: str, rows: np.ndarray, tensor: str) -> None:
     for field in halves:
         part = rows.reshape(-1, form.nbytes)[:, field.offset : field.offset + 2]
         if (np.ascontiguousarray(part).view("<u2") & exponent == exponent).any():
-            raise CheckpointError(f"{tensor} has weights that are not finite; choose or make another file.")
+            raise CheckpointError(f"{tensor} has weights that are not finite; use another file or create it again.")
 
 
-def of_array(array: np.ndarray) -> StoredParts:
-    """Return a matrix ``[out, in]`` of bfloat16 or float16 in tiles."""
+def from_array(array: np.ndarray) -> StoredParts:
+    """Return a bfloat16 or float16 matrix ``[out, in]`` in tiles."""
     name = "F16" if array.dtype == np.float16 else "BF16"
     rows = np.ascontiguousarray(array).view(np.uint8)
     return (StoredMatrix(name, (array.shape[0], array.shape[1]), interleave(name, rows)),)

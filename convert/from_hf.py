@@ -143,10 +143,10 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
 def stream_packed(
     found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
-    """Yield the same as `stream`, but every matrix as it is stored, if its format can be packed.
+    """Yield the same arrays as `stream`, but each matrix as it is stored if its format can be packed.
 
     Raises:
-        CheckpointError: under the same conditions as `filled`, or a scale is not finite.
+        CheckpointError: under the same conditions as `filled`, or if a stored scale or weight is not finite.
     """
     widened: list[str] = []
     for entry in keymap.entries(config):
@@ -158,11 +158,11 @@ def stream_packed(
             widened += [f"{tensor.name} ({tensor.format})" for tensor in tensors]
         yield from filled(found, [entry], dtype)
     if widened:
-        _LOG.info("%s are widened to %s, because their formats cannot be packed.", listing(widened), dtype)
+        _LOG.info("Widened %s to %s, because jspec cannot pack these formats.", listing(widened), dtype)
 
 
 def _stored_parts(tensors: list[Tensor]) -> blocks.StoredParts:
-    """Return the tensors as matrices in tiles. Consecutive tensors of one format become one matrix."""
+    """Return the tensors in tiles. Consecutive tensors of one format become one matrix if they fill whole tiles."""
     parts: list[tuple[Tensor, ...]] = []
     for tensor in tensors:
         last = parts[-1] if parts else ()

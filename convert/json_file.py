@@ -35,5 +35,5 @@ def read_object(path: Path) -> dict[str, Json]:
         placeholders.check(path)
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write the file again.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object; download it again.")
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__} instead of an object; download it again.")
     return value

@@ -51,7 +51,7 @@ def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) ->
 
 
 def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Path, PackedArrays]:
-    """Return the same as `stream`, but matrices as they are stored, where their format can be packed (`blocks`).
+    """Return the same as `stream`, but with each matrix as it is stored if its format can be packed (see `blocks`).
 
     Raises:
         CheckpointError: under the same conditions as `stream`.
@@ -64,7 +64,7 @@ def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Pa
 
 
 def _open(source: str | Path, revision: str | None) -> tuple[LlamaConfig, Path, dict[str, Tensor] | None]:
-    """Return the config, the local path, and the tensors by Hugging Face name. A converted directory has no tensors."""
+    """Return the config, the local path, and the tensors by Hugging Face name (None for a converted directory)."""
     directory = resolve(source, revision)
     if directory.is_file():
         header = gguf_header.read(directory)

@@ -43,7 +43,7 @@ class Tensor:
 
     @property
     def format(self) -> str:
-        """The tensor's format, which may be a key of `convert.blocks.FORMATS`."""
+        """The name of the tensor's format. The tensor can be packed if this is a key of `convert.blocks.FORMATS`."""
         return {dtype: code for code, dtype in dtypes.BY_SAFETENSORS_CODE.items()}.get(self.dtype, "")
 
     def read_stored(self, rows: slice) -> np.ndarray:
@@ -158,7 +158,7 @@ def scan(
 
 
 def row_chunks(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield slices of axis 0 that cover `shape`, each of about 16 MiB. They begin at multiples of `multiple`."""
+    """Yield slices of axis 0 that cover `shape`, each of about 16 MiB. Slices begin at multiples of `multiple`."""
     step = max(1, _CHUNK_BYTES // max(1, itemsize * math.prod(shape[1:])) // multiple) * multiple
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))

@@ -116,7 +116,7 @@ def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iter
 def stream_packed(
     directory: Path, config: LlamaConfig, dtype: np.dtype | None
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
-    """Yield the same as `stream`, but matrices of 16-bit floats as they are stored.
+    """Yield the same arrays as `stream`, but matrices of 16-bit floats as they are stored.
 
     Raises:
         CheckpointError: under the same conditions as `stream`.
@@ -126,7 +126,7 @@ def stream_packed(
         yield from stream(directory, config, dtype)
         return
     for name, array in stream(directory, config, None):
-        yield name, blocks.of_array(array) if array.ndim == 2 else array.astype(dtype or stored)
+        yield name, blocks.from_array(array) if array.ndim == 2 else array.astype(dtype or stored)
 
 
 def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -162,7 +162,7 @@ def _check(directory: Path, expected: dict[str, tuple[tuple[int, ...], np.dtype]
     try:
         found = ocp.metadata(_arrays(directory)).metadata
         if found is None:  # Orbax returns None if it could not read the metadata
-            raise ValueError("no metadata of arrays")
+            raise ValueError("Orbax found no array metadata")
     except Exception as error:
         raise CheckpointError(
             f"{directory / ARRAYS} cannot be read ({brief(error)}); convert the source again."

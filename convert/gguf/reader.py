@@ -70,7 +70,7 @@ class GgufTensor(Tensor):
             return gguf.dequantize(data, self.stored.kind)
 
     def _bytes(self, first: int, last: int) -> np.ndarray:
-        """Return the same rows as `_values`, as the file stores them: ``uint8[last - first, row_bytes]``."""
+        """Return the rows of `_values` as the file stores them, ``uint8[last - first, row_bytes]``."""
         count = self.shape[0] if len(self.shape) > 1 else 1
         width = self.stored.nbytes // count
         try:

@@ -45,7 +45,7 @@ def end_at_once() -> None:
 
 @contextlib.contextmanager
 def heard() -> Generator[threading.Event]:
-    """Make Ctrl-C set the event in this block, instead of ending the process. The code in the block polls the event."""
+    """Make Ctrl-C set the event instead of ending the process. The code in the block must poll the event."""
     event = threading.Event()
     _listening.append(event)
     try:

@@ -52,7 +52,7 @@ Chat = Annotated[bool, option("--chat", None, "Answer each PROMPT as a message t
 System = Annotated[str | None, option("--system", "TEXT", "With --chat: system message, placed first.")]
 Stop = Annotated[
     list[str] | None,
-    option("--stop", "TEXT", "End the text before TEXT; decoding continues. May be repeated.", show_default=False),
+    option("--stop", "TEXT", "Cut the output before TEXT; decoding continues. May be repeated.", show_default=False),
 ]
 Target = Annotated[
     str | None, option("--target", "SRC", "Path, model name or Hugging Face repo id [default: the bundled target].")

@@ -64,7 +64,7 @@ _Measured = Annotated[bool, typer.Option("--measure/--no-measure", help="Measure
 
 def train(
     folder: Annotated[
-        Path, option("--output", "DIR", "Folder of the run; a stopped run resumes from it.", file_okay=False)
+        Path, option("--output", "DIR", "Folder for the run; an interrupted run resumes from it.", file_okay=False)
     ],
     target: Annotated[
         str | None,

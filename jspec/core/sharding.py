@@ -60,9 +60,9 @@ def _check_manual_axes() -> None:
     left = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
     if mesh.manual_axes and left:
         raise ValueError(
-            f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, whose collectives would "
-            "wait for devices that have finished; map over all axes, or call without jax.shard_map, which "
-            "supports sharding both rows and weights."
+            f"jax.shard_map over {mesh.manual_axes} leaves the axes {tuple(left)} to XLA, so devices could wait "
+            "forever for others that have finished; map over all axes, or shard rows and weights without "
+            "jax.shard_map."
         )
 
 

@@ -1,4 +1,4 @@
-"""The inputs of the decoding program, in three bundles: prompts, traced parameters, and what fixes the program."""
+"""The inputs of the decoding program in three bundles: prompts, traced parameters and static settings."""
 
 import dataclasses
 from typing import TypeAlias
@@ -31,12 +31,12 @@ class PromptBatch:
 
 @pytree
 class TracedParams:
-    """Parameters that may change from call to call without recompilation, for all rows or with one entry per row.
+    """Parameters that may change between calls without recompilation, shared by all rows or with one entry per row.
 
     Attributes:
         transforms, draft_transforms: the logits transforms of the target and of the draft.
-        max_tokens: ``int32[]`` or ``int32[B]``, each row's own maximum number of new tokens; 0 for none.
-        min_tokens: ``int32[]`` or ``int32[B]``, how many of the first new tokens must not be EOS; None for no minimum.
+        max_tokens: ``int32[]`` or ``int32[B]``, each row's own maximum number of new tokens; 0 for no such limit.
+        min_tokens: ``int32[]`` or ``int32[B]``, the number of initial tokens that must not be EOS; None for no minimum.
         eos_ids: ``int32[n]`` or ``int32[B, n]``, the tokens that end a row; -1 matches no token.
         pad_id: ``int32[]``, the token that fills the output after a row's end.
     """
@@ -51,7 +51,7 @@ class TracedParams:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """The static argument of the decoding program. Every spec compiles once for each shape of the other arguments.
+    """The static argument of the decoding program, which compiles once per spec and per shapes of the other arguments.
 
     Attributes:
         max_new_tokens: N, the number of columns of the output.

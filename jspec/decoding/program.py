@@ -54,7 +54,7 @@ def run_program(
     if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
         drafter = CheckedDrafter(drafter)
     with contextlib.ExitStack() as stack:
-        # The guard would apply to other types.
+        # Arguments of other types are transferred implicitly, so JAX's transfer guard must still apply to them.
         if isinstance(prompts.tokens, jax.Array) and isinstance(prompts.lengths, jax.Array):
             stack.enter_context(explicit_transfers())
         if not spec.rule.exact:  # a lossy rule that reports no distortion yields NaN

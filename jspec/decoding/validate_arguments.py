@@ -110,7 +110,7 @@ def as_array(name: str, value: object, remedy: str = "pad them on the right to o
 def as_arrays(
     tokens: object, lengths: object, keys: Array, sampling: SamplingParams, eos_ids: object
 ) -> tuple[PromptBatch, SamplingParams, AnyArray]:
-    """Bundle the prompts. Convert arguments that may be lists to arrays, and a single EOS id to a sequence of one."""
+    """Bundle the prompts. Convert arguments that may be lists to arrays, and a single EOS id to an array of one id."""
     ends = as_array("eos_ids", eos_ids, "pad the shorter rows with -1")
     if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
         ends = ends[None]
@@ -211,7 +211,7 @@ def check_target(target: object) -> None:
 
 
 def _missing(value: object, *names: str) -> list[str]:
-    """Return which of the attributes `names` an object that a caller passed does not have."""
+    """Return the attributes among `names` that `value`, an object passed by a caller, does not have."""
     return [name for name in names if not hasattr(value, name)]
 
 

@@ -191,7 +191,7 @@ class Drafter(Generic[State]):
 
     @default
     def needs_prefill(self) -> bool:
-        """Whether the drafter stores something about a sequence during prefill, for which an engine needs `read`."""
+        """Whether the drafter stores something about a sequence during prefill. If so, an engine needs `read`."""
         return former_needs_prefill(self)
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> State:

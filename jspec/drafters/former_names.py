@@ -15,7 +15,7 @@ def former_num_top_tokens(drafter: object) -> int:
 
 
 def former_needs_prefill(drafter: object) -> bool:
-    """Return whether a drafter needs prefill, unless it denies this with the former attribute `keeps_nothing`."""
+    """Return False if a drafter's former attribute `keeps_nothing` is true, and True otherwise."""
     return not getattr(drafter, "keeps_nothing", False)
 
 
@@ -27,8 +27,8 @@ def to_current(arguments: Mapping[str, Value]) -> dict[str, Value]:
 def as_named_by(method: Callable[..., object], arguments: Mapping[str, Value]) -> dict[str, Value]:
     """Return `arguments` under the names that `method` uses.
 
-    The names of the parameters decide. A method without a parameter of either name, such as one that takes
-    ``**requested``, uses the former name if its drafter declares `num_likeliest`.
+    A parameter with the former or the current name determines the name. A method without such a parameter, for
+    example one that takes ``**requested``, uses the former name if its drafter declares `num_likeliest`.
     """
     parameters = inspect.signature(method).parameters
     if _CURRENT in parameters:

@@ -36,7 +36,7 @@ _SUFFIX = ".exported"
 _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 # Packages whose versions or code are part of a file's name. Code of other packages may change without notice.
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
-# Other versions of JAX or jspec may lack these kernels. They never read the file, whose name depends on the versions.
+# Other versions of JAX or jspec may lack these kernels, but never read the file: its name depends on the versions.
 _KERNELS = ["__gpu$xla.gpu.triton", *map(native.target, FORMATS)]
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in _KERNELS]
 _Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray

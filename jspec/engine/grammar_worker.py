@@ -219,7 +219,7 @@ def _main(control: socket.socket) -> None:
 
 
 def _fork_for_each(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    """Fork a child for each socket that arrives on `control`, until its other end is closed."""
+    """Fork a child for each socket that arrives on `control`, until the other end of `control` is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parent does not wait for children
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)

@@ -1,4 +1,4 @@
-"""The inputs of an engine's programs: a piece of text, the limits of a call, and what fixes the program of rounds."""
+"""The inputs of an engine's programs: a piece of text, the limits of a call, and the static settings of rounds."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ from jspec.engine.slots import Bools, Ints
 
 @pytree
 class TextPiece:
-    """A piece of a request's text, to prefill.
+    """A piece of a request's text to prefill.
 
     Attributes:
-        tokens: ``int32[1, C + 1]``, the tokens from position `start` on and the next token, then arbitrary values.
-        start: ``int32[]``, at most the number of prefilled tokens, and at most T - C.
+        tokens: ``int32[1, C + 1]``, the piece's tokens and the token after them, then arbitrary values.
+        start: ``int32[]``, the first token's position: at most the number of prefilled tokens, and at most T - C.
         count: ``int32[]``, how many tokens to prefill, in 0 .. C. This excludes the text's last token, which the first
             round reads.
     """
@@ -28,7 +28,7 @@ class TextPiece:
 
     @classmethod
     def on_host(cls, tokens: Ints, start: int, count: int) -> "TextPiece":
-        """Return a piece of NumPy values, to pass to a compiled program."""
+        """Return a piece whose fields are NumPy values, as an argument of a compiled program."""
         values: PyTree = tokens, np.int32(start), np.int32(count)
         return cls(*values)
 
@@ -39,8 +39,8 @@ class CallLimits:
 
     Attributes:
         stop: ``bool[S]``, rows to stop before the first round.
-        rounds: ``int32[]``, the largest number of rounds, up to `RoundSpec.max_rounds`.
-        stop_when_done: ``bool[S]``, rows whose slots other requests wait for. No rounds run after one of them ends.
+        rounds: ``int32[]``, the maximum number of rounds; at most `RoundSpec.max_rounds`.
+        stop_when_done: ``bool[S]``, rows whose slots other requests wait for. No round runs after such a row ends.
     """
 
     stop: Array
@@ -49,14 +49,14 @@ class CallLimits:
 
     @classmethod
     def on_host(cls, stop: Bools, rounds: int, stop_when_done: Bools) -> "CallLimits":
-        """Return limits of NumPy values, to pass to a compiled program."""
+        """Return limits whose fields are NumPy values, as an argument of a compiled program."""
         values: PyTree = stop, np.int32(rounds), stop_when_done
         return cls(*values)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundSpec:
-    """What fixes a program of rounds, apart from the shapes of its arguments.
+    """The static settings of a program that runs rounds.
 
     Attributes:
         rule, num_draft_tokens: the acceptance rule and the draft length of every round.

@@ -274,9 +274,9 @@ def decode_rounds(
     """Run up to `limits.rounds` rounds. Stop early once every row is done.
 
     Args:
-        limits: the number of rounds, and the rows at which to stop.
+        limits: the limits of this call. See `CallLimits`.
         rows: ``int32[B]``, the only rows to run and to stop, without duplicates; None for all.
-        spec: the rounds to run.
+        spec: the static settings of the rounds. See `RoundSpec`.
     """
     if rows is None:
         return _decode_rounds(target, drafter, slots, limits, spec)

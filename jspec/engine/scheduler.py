@@ -36,7 +36,7 @@ class ActiveRequest:
         num_caught_up: the number of tokens that the drafter has read by catching up.
         draft_lengths: the number of tokens that each round was meant to draft; 0 if too many were unread.
         constraint: the number that the runner has assigned to the constraint, or 0.
-        scored_pieces: prefilled pieces with their scores, until the scores are in the result.
+        scored_pieces: prefilled pieces and their scores, kept until the scores are in the result.
         shared_prefixes: requests that got slots earlier: each request, its slot, and the length of the prefix that both
             texts share.
         calls: how many calls have delivered output to the request since it got its slot.

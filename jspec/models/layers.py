@@ -131,7 +131,7 @@ class Embed(nnx.Module):
         return columns.astype(jnp.float32) * jnp.take(self.scale[...], tokens, mode="clip")[..., None]
 
     def wide(self, tokens: ArrayLike | None = None) -> Array:
-        """Return the weight as ``float32[E, V]``, in whatever form it is, or as ``float32[E, D]`` for ``tokens[D]``."""
+        """Return the weight as ``float32[E, V]``, or as ``float32[E, D]`` for ``tokens[D]``, from any stored form."""
         if self.packed is not None:
             return (widen(self.packed) if tokens is None else take(self.packed, tokens)).T
         weight, scale = self._of(tokens)

@@ -204,7 +204,7 @@ def matrices(model: Llama) -> dict[str, Linear | Embed]:
 
 
 def widened(model: Llama) -> Llama:
-    """Return a copy of `model` whose packed matrices are arrays of its dtype. It shares all other weights."""
+    """Return a copy of `model` with packed matrices widened to its dtype. The copy shares all other weights."""
 
     def same(leaf: Array) -> Array:
         return leaf

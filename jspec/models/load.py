@@ -48,9 +48,9 @@ def load(
         sharding: the placement of the weights: either one `jax.sharding.Sharding` for all weights, or a function that
             maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
             more than its own part. An int8 matrix's scales are placed with its columns.
-        packed: whether matrices stay as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
-            float16. This changes no weight. False widens them to `dtype`. None packs them on CPU, if a C++ compiler is
-            available and `dtype` is float32, without `quantize` and `sharding`.
+        packed: True keeps matrices as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
+            float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on CPU if a
+            C++ compiler is available, `dtype` is float32, and neither `quantize` nor `sharding` is given.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -125,7 +125,7 @@ def from_arrays(
         if isinstance(array, tuple):
             leaf.set_value(jnp.zeros((leaf.shape[0], 0), dtype))
             for part in array if jax.default_backend() == "cpu" else ():
-                native.register(part.format)  # now, because a program that another process has stored needs it, too
+                native.register(part.format)  # now, because programs that another process stored need it, too
             parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape) for part in array]
             owners[name].packed = nnx.data(nnx.List(parts))
             continue

@@ -1,10 +1,11 @@
-"""Packed matrices: products with weights in the form in which a file stores them (`convert.blocks`).
+"""Products with packed matrices, whose weights stay in the form in which a file stores them (`convert.blocks`).
 
-Decoding reads every weight at every pass, so the size of the weights in bytes determines its cost. A packed matrix is
-read as it is stored. A native kernel widens each weight in a register, where one is available
-(`jspec.models.kernels.cpu`). Elsewhere, XLA widens the whole matrix first.
+Decoding reads all weights at every pass, so their size in bytes determines its cost. If a native kernel is available
+(`jspec.models.kernels.cpu`), it reads a packed matrix as it is stored, and widens each weight in a register.
+Otherwise, XLA widens the whole matrix first.
 
-The weights are those of the file, and activations are never rounded, so the model is the same in either case.
+Both ways use the weights of the file, and both are at least as accurate as a product in float32. They therefore
+compute the same model, up to rounding.
 """
 
 import functools
@@ -47,12 +48,12 @@ class PackedMatrix(nnx.Module):
         return _widened(self.tiles[...], self.format)[: self.out_size]
 
     def take(self, rows: ArrayLike) -> Array:
-        """Return ``float32[..., in]``, the weights of the outputs ``rows[...]``, clipped to those that exist."""
+        """Return the weights ``float32[..., in]`` of the outputs ``rows[...]``. Indices are clipped to valid ones."""
         rows = jnp.clip(jnp.asarray(rows), 0, self.out_size - 1)
         return _decode(self.format, self._stored(rows.reshape(-1))).reshape(*rows.shape, self.in_size)
 
     def select(self, rows: ArrayLike) -> "PackedMatrix":
-        """Return a packed matrix of the outputs ``rows[D]`` alone, whose values are the same."""
+        """Return a packed matrix that holds only the outputs ``rows[D]``, with unchanged values."""
         rows = jnp.asarray(rows)
         fields = self._stored(jnp.pad(rows, (0, -rows.size % LANES)))
         return PackedMatrix(_tiled(fields, self.format), self.format, (rows.size, self.in_size))
@@ -90,7 +91,7 @@ def select(parts: Sequence[PackedMatrix], rows: ArrayLike) -> list[PackedMatrix]
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _product(x: Array, tiles: Array, format: str, out_size: int) -> Array:
-    """Multiply as `multiply_widened` does, also with a native kernel outside of `jax.jit`."""
+    """Multiply as `multiply_widened` does. The compilation makes native kernels usable outside `jax.jit`, too."""
     return dispatch.packed_product(multiply_widened, x, tiles, format, out_size)
 
 
@@ -155,7 +156,7 @@ def _decode(format: str, fields: dict[str, Array]) -> Array:
 
 
 def _as(field: Array, kind: jax.typing.DTypeLike) -> Array:
-    """Return the bytes of `field` as numbers of another type."""
+    """Reinterpret the bytes of `field` as numbers of type `kind`."""
     size = jnp.dtype(kind).itemsize
     return lax.bitcast_convert_type(field if size == 1 else field.reshape(*field.shape[:-1], -1, size), kind)
 
@@ -184,7 +185,7 @@ def _halves_of_pairs(field: Array) -> Array:
 
 
 def _bits_by_group(field: Array) -> Array:
-    """Return the fifth bit of codes as 0 or 16: bit g of 32 bytes belongs to group g."""
+    """Return the fifth bits of codes, as 0 or 16. Bit g of each of the 32 bytes belongs to group g."""
     bits = (field[..., None, :] >> jnp.arange(8, dtype=jnp.uint8)[:, None] & 1) << 4
     return bits.reshape(*field.shape[:-1], -1)
 

@@ -136,7 +136,7 @@ class Connection(H11Protocol):
 async def accept(
     listener: socket.socket, make: Callable[[], Connection], connections: Collection[Connection], most: int
 ) -> None:
-    """Accept connections forever, at most `most` at once.
+    """Accept connections indefinitely, and keep at most `most` of them open.
 
     If another connection arrives, the connections that have kept the server waiting longest are closed. If no client
     keeps the server waiting, further connections wait in the operating system's queue.

@@ -44,8 +44,8 @@ def new_head(target: Llama, draft_ids: np.ndarray | None, seed: int) -> Eagle:
 def features(depth: int) -> tuple[int, ...]:
     """Return the indices of the states to read from a target with `depth` layers: early, middle and late inputs.
 
-    EAGLE-3 uses the inputs of layers 2, L/2 and L - 3. In a small model these are too close together. In a model with
-    one or two layers, all three inputs are the same.
+    EAGLE-3 uses the inputs of layers 2, L/2 and L - 3. In a small model, these layers are too close together. In a
+    model with one or two layers, all three inputs are the same.
     """
     return tuple(sorted({min(1, depth - 1), depth // 2, depth - 1}))
 

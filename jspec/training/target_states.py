@@ -25,7 +25,7 @@ from jspec.training.dataset import digest, write_arrays, write_text
 
 _SHARD_BYTES = 256 * 2**20
 _DESCRIPTION = "states.json"
-_STATS = ".likeliest", ".log_mass"  # the names in the files of the fields of `DistributionStats`
+_STATS = ".likeliest", ".log_mass"  # the files' suffixes for the fields of `DistributionStats`
 
 
 class TargetStates(NamedTuple):

@@ -244,7 +244,7 @@ def _prompt(row: Row) -> list[int]:
 
 
 def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
-    """Raise ValueError if the folder has another recipe, target or data. Record them in a new folder."""
+    """Record recipe, target and data in a new folder. Raise ValueError if an existing folder has different ones."""
     file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")

@@ -186,8 +186,8 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
     found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
     if len(found) > 1:
         raise CheckpointError(
-            f"{IDS} are {raw[IDS]} in config.json and {inner[IDS]} in its {NVIDIA}, whose ids name layer outputs "
-            "and must be one less; restore the head's own values."
+            f"{IDS} are {raw[IDS]} in config.json and {inner[IDS]} in its {NVIDIA}; the ids in {NVIDIA} name layer "
+            "outputs, so each must be one less. Restore the head's own values."
         )
     features = found.pop() if found else _usual_features(num_layers)
     count = integer(raw, "num_aux_hidden_states", len(features))

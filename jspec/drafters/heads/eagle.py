@@ -67,7 +67,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         Raises:
             convert.CheckpointError: the files are not those of a single-layer EAGLE head, or are damaged, or are
                 pickles. The message says what was found and expected.
-            ValueError: the head was made for a target of different sizes.
+            ValueError: the head was made for a target with different sizes.
         """
         return cls(eagle_weights.load(path, target, dtype))
 
@@ -108,7 +108,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         """Prefill the prompts with the target's states.
 
         Raises:
-            ValueError: the head was made for a target of different sizes.
+            ValueError: the head was made for a target with different sizes.
         """
         head, batch = self._head, len(tokens)
         (features, target), lengths = signals.states(), signals.known_lengths

@@ -85,7 +85,7 @@ class MedusaDrafter(ParallelHeadsDrafter):
         Raises:
             convert.CheckpointError: the files are not those of Medusa heads, or are damaged, or are pickles. The
                 message says what was found and expected.
-            ValueError: the heads were made for a target of different sizes.
+            ValueError: the heads were made for a target with different sizes.
         """
 
         def make(config: MedusaConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> MedusaHead:

@@ -65,12 +65,13 @@ def _choose(
     arguments: tuple[PyTree, ...],
     **options: object,
 ) -> Results:
-    """Run the kernel of `primitive`, if `suits`, on a single NVIDIA GPU of the Ampere generation or later.
+    """Run the kernel of `primitive` if `suits` is true and the program runs on one device that supports the kernel.
 
-    On other devices, and with ``JSPEC_KERNELS=0`` in the environment, the program runs without the kernel. The same
-    holds for a JAX without Pallas' Triton backend, which has been deprecated since 0.11. XLA cannot divide a kernel.
-    With several devices, it would gather caches and weights on each device. Under `jax.shard_map` there is nothing to
-    divide. `jax.vmap` and derivatives use `otherwise`.
+    Kernels for GPUs need an NVIDIA GPU of the Ampere generation or later, and Pallas' Triton backend, which has been
+    deprecated since JAX 0.11. ``JSPEC_KERNELS=0`` in the environment turns off the kernels for GPUs. The kernel for
+    CPUs needs a C++ compiler (`jspec.models.kernels.cpu.native`). XLA cannot divide a kernel. With several devices,
+    XLA would gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. `jax.vmap`
+    and derivatives use `otherwise`.
 
     Args:
         suits: whether the kernel supports the shapes and dtypes of the arguments.
@@ -118,9 +119,9 @@ def _primitive(
     """Return a primitive with two implementations.
 
     Args:
-        platform: the platform that `kernel` is for: "cuda" or "cpu".
+        platform: the platform of `kernel`, "cuda" or "cpu".
         kernel: the implementation for that platform, with the same arguments as `otherwise`.
-        is_available: a function from the options to whether the kernel can run on this machine.
+        is_available: a function that takes the options and returns whether the kernel can run on this machine.
         results: a function from the types of the flat arguments to the types of the results.
     """
 

@@ -1,1 +1,1 @@
-"""Native products of packed matrices on CPU, which the system's C++ compiler builds at first use."""
+"""Native CPU kernels that multiply by packed matrices. The system's C++ compiler builds them at first use."""

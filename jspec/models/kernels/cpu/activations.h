@@ -1,8 +1,8 @@
 // Activations as integers.
 //
-// 32 values of x become integers n of 24 bits with one step, a power of two: x = step n, rounded in the 23rd bit of the
-// largest. Three signed bytes hold n, and instructions for bytes multiply them without rounding. The sum over a group
-// of codes is therefore exact. Only the scaled sums of groups are rounded.
+// A run of 32 values of x becomes 24-bit integers n that share one step, a power of two: x = step n. The largest value
+// keeps about 23 bits. Three signed bytes hold n, and byte instructions multiply these bytes without rounding. The sum
+// over a group of codes is therefore exact. Only the scaled sums of groups are rounded.
 
 #ifndef JSPEC_ACTIVATIONS_H_
 #define JSPEC_ACTIVATIONS_H_
@@ -20,7 +20,7 @@ constexpr int32_t LARGEST = 0x7f7f7f;  // the largest integer that three signed 
 
 struct Run {
   int8_t bytes[PLANES][RUN];       // from the lowest byte to the highest
-  int32_t sums[RUN / 16][PLANES];  // of the bytes of each 16 values
+  int32_t sums[RUN / 16][PLANES];  // the sums of the bytes of 16 values each
   float step, sum;
 };
 
@@ -29,14 +29,14 @@ inline Run split(const float* x) {
   uint32_t bits[RUN], largest = 0;
   std::memcpy(bits, x, sizeof bits);
   for (int i = 0; i < RUN; i++) largest = std::max(largest, bits[i] & 0x7fffffff);
-  if (largest >= 0x7f800000) {  // a value that is not finite makes the whole result NaN
+  if (largest >= 0x7f800000) {  // a value that is not finite makes the row's result NaN
     std::memset(&run, 0, sizeof run);
     run.step = run.sum = std::numeric_limits<float>::quiet_NaN();
     return run;
   }
   float magnitude;
   std::memcpy(&magnitude, &largest, 4);
-  // The exponent of the largest value; below it, x is so small that the integers may have fewer bits.
+  // The exponent of the largest value, clamped from below. Runs of even smaller values keep fewer bits.
   int exponent = std::max<int>(largest >> 23, 30) - 127;
   if (magnitude * std::ldexp(1.0f, 22 - exponent) > LARGEST) exponent++;
   const float inverse = std::ldexp(1.0f, 22 - exponent);

@@ -1,8 +1,8 @@
-// Formats of quantised weights: blocks of BLOCK values, in groups of GROUP values with one scale.
+// Formats of quantised weights: blocks of BLOCK values, in groups of GROUP values that share a scale.
 //
-// `codes<inner>` returns four codes of each column, unsigned bytes of consecutive k: the i-th four of the group
-// `group(outer, inner)`. A weight is scale (code - OFFSET), or scale code - minimum. A block stores every field of
-// GGUF's block for 16 columns side by side.
+// `codes<inner>` returns four codes of each column as unsigned bytes, for four consecutive k: the i-th four of the
+// group `group(outer, inner)`. A weight is scale * (code - OFFSET), or scale * code - minimum. A block stores each
+// field of GGUF's block for 16 columns side by side.
 
 #ifndef JSPEC_FORMATS_H_
 #define JSPEC_FORMATS_H_
@@ -13,7 +13,7 @@ namespace jspec {
 
 constexpr uint32_t LOW_HALVES = 0x0f0f0f0f;
 
-// One group in a block, with a float16 scale and perhaps a minimum.
+// A format with one group per block, which has a float16 scale and may have a minimum.
 template <int bytes, int offset, bool has_minimum>
 struct Small {
   static constexpr int BLOCK = 32, GROUP = 32, BYTES = 16 * bytes, OFFSET = offset, INNER = 1;
@@ -27,7 +27,7 @@ struct Small {
   V minimum(int) const { return minimum_; }
   // The 4-bit codes of a group: the low halves of 16 bytes, then the high ones.
   static U nibbles(const uint8_t* field, int i) { return (load(field + 64 * (i & 3)) >> (i & 4)) & LOW_HALVES; }
-  // The fifth bits: bit k of a word belongs to value k. Four of them move to bit 4 of four bytes.
+  // The fifth bits of four codes, each moved to bit 4 of its byte. Bit k of a word belongs to value k.
   static U fifth_bits(const uint8_t* field, int i) {
     return ((((load(field) >> 4 * i) & 15) * 0x00204081) & 0x01010101) << 4;
   }

@@ -1,4 +1,4 @@
-"""Compilation and registration of the native products. Without a compiler, programs run XLA's form instead."""
+"""Compilation and registration of the native kernels. Without a compiler, programs use XLA's product instead."""
 
 import ctypes
 import functools
@@ -20,39 +20,39 @@ from jax import Array
 _LOG = logging.getLogger("jspec")
 _SOURCE = Path(__file__).with_name("products.cc")
 _COMPILERS = ("g++", "clang++", "c++")
-# Without contraction, each source operation is one instruction, so that all row counts round alike.
+# Without contraction, the compiler fuses no operations, so rounding does not depend on the number of rows.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
-_SECONDS = 300  # a compilation takes about five
+_SECONDS = 300  # a compilation takes a few seconds
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def multiply(x: Array, tiles: Array, format: str, out_size: int) -> Array:
-    """Return the product ``float32[M, out]`` of ``float32[M, in]`` and tiles, in a program for CPUs."""
+    """Return the product ``float32[M, out]`` of ``x``, ``float32[M, in]``, and `tiles`. For CPU programs only."""
     result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
     return jax.ffi.ffi_call(target(format), result)(x, tiles)
 
 
 def target(format: str) -> str:
-    """Return the name of a product in compiled programs. It changes with the source code."""
+    """Return the name that compiled programs use for a kernel. The name changes with the kernel's source code."""
     return f"jspec_product_{format}_{_digest()[:8]}"
 
 
 def is_available() -> bool:
-    """Return whether products can be compiled here. The first call compiles one, to be sure."""
+    """Return whether kernels can be compiled on this machine. The first call compiles one to find out."""
     return register("BF16")
 
 
 def setting() -> Hashable:
-    """Return what determines whether and how programs use native products."""
+    """Return the settings that determine whether and how programs use native kernels."""
     return os.environ.get("JSPEC_NATIVE"), _digest(), _compiler()
 
 
 @functools.cache
 def register(format: str) -> bool:
-    """Compile the product of `format` if necessary, and make it known to XLA.
+    """Compile the kernel for `format` if necessary, and register it with XLA.
 
     Returns:
-        Whether the product is available. If it is not, one warning says why, unless ``JSPEC_NATIVE=0`` is set.
+        Whether the kernel is available. If not, a single warning states why, unless ``JSPEC_NATIVE=0`` is set.
     """
     if os.environ.get("JSPEC_NATIVE") == "0":
         return False
@@ -67,15 +67,15 @@ def register(format: str) -> bool:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _LOG.warning("Weights are widened instead of read as they are stored, which is slower: %s", reason)
+    _LOG.warning("Weights are widened, which is slower than reading them as they are stored: %s", reason)
 
 
 def library(format: str) -> Path:
-    """Return the path of the compiled product of `format`. It is compiled if it is missing or damaged.
+    """Return the path of the compiled kernel for `format`. Compile it first if the file is missing or damaged.
 
     Raises:
         OSError: there is no compiler, or the library cannot be written.
-        subprocess.SubprocessError: the compiler failed. The message ends with its last line.
+        subprocess.SubprocessError: the compiler failed. The message ends with the last line of its output.
     """
     compiler = _compiler()
     if compiler is None:
@@ -89,7 +89,7 @@ def library(format: str) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a library ends as its compilation left it: with a digest of its bytes."""
+    """Return whether a library is complete and undamaged, that is, ends with the digest of all bytes before it."""
     content = path.read_bytes() if path.exists() else b""
     return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
 
@@ -100,14 +100,14 @@ def _compile(compiler: str, format: str, path: Path) -> None:
         output = Path(folder) / path.name
         include = f"-I{jax.ffi.include_dir()}"
         command = [compiler, *_FLAGS, f"-DFORMAT={format}", include, str(_SOURCE), "-o", str(output)]
-        _LOG.info("Compiling the product of %s weights for this CPU.", format)
+        _LOG.info("Compiling the kernel for %s weights on this CPU.", format)
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise subprocess.SubprocessError(f"{compiler} could not compile {_SOURCE.name} ({last}).")
         with output.open("ab") as stream:
             stream.write(hashlib.sha256(output.read_bytes()).digest())
-        os.replace(output, path)  # at once, because other processes may compile the same
+        os.replace(output, path)  # atomically, because other processes may compile the same kernel
 
 
 def _compiler() -> str | None:
@@ -127,7 +127,7 @@ def _digest() -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """Return what distinguishes CPUs: the instruction sets that the compiler may use."""
+    """Return the CPU's instruction sets, because the compiled code may use all of them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

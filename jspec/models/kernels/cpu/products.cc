@@ -1,8 +1,9 @@
-// Products of float32 rows and packed matrices for XLA:CPU, behind jax.ffi. `jspec.models.packed` describes the layout.
+// Products of float32 rows and packed matrices for XLA:CPU, called through jax.ffi. `convert.blocks` describes the
+// layout.
 //
-// A tile holds 16 columns of the output. Every vector has one lane per column, so that no sum crosses lanes. The terms
-// of each sum are added in one order, whatever the number of rows or threads. The bits of a row of the result therefore
-// depend on that row and the weights alone.
+// A tile holds the weights of 16 outputs. Every vector has one lane per output, so no sum crosses lanes. The terms of
+// each sum are always added in the same order, whatever the number of rows or threads. The bits of a row of the result
+// therefore depend only on that row of x and on the weights.
 
 #include <algorithm>
 #include <atomic>
@@ -32,7 +33,8 @@ struct Product {
   int64_t M, N, K, tile_bytes;
 };
 
-// Weights are requested this many bytes before their use. Alone, a processor requests them too late for several rows.
+// Weights are prefetched this many bytes before their use. With several rows, the processor's own prefetching is too
+// late.
 constexpr int AHEAD = 3072;
 
 template <int lines>
@@ -93,7 +95,7 @@ void each(std::integer_sequence<int, i...>, const Body& body) {
   (body(std::integral_constant<int, i>()), ...);
 }
 
-// Rows r0 to r0 + R of the product with one tile of integer codes.
+// Computes rows r0 to r0 + R of the product with one tile of integer codes.
 template <class F, int R>
 void quantised(const Product& p, int64_t r0, int64_t tile) {
   V total[R] = {};
@@ -121,8 +123,8 @@ struct F16 {
   static V load(const uint8_t* p) { return halves(p); }
 };
 
-// The same for weights of 16 bits, [K, 16] in each tile, which are widened to float32. Sums of 32 terms are added up,
-// which rounds less than one long sum.
+// Does the same for 16-bit weights, stored as [K, 16] in each tile and widened to float32. Adding up sums of 32 terms
+// rounds less than one long sum.
 template <class F, int R>
 void sixteen(const Product& p, int64_t r0, int64_t tile) {
   V total[R] = {};
@@ -144,11 +146,11 @@ void sixteen(const Product& p, int64_t r0, int64_t tile) {
 
 template <class F>
 constexpr bool IS_FLOAT = std::is_same_v<F, BF16> || std::is_same_v<F, F16>;
-// The most rows at a time whose sums fit into the registers.
+// The maximum number of rows whose sums fit into the registers.
 template <class F>
 constexpr int MOST = IS_FLOAT<F> ? 8 : 6;
 
-// All rows from r0 on, as many at a time as possible, but at most R.
+// Computes all rows from r0 on, R at a time, and then the remaining rows in smaller groups.
 template <class F, int R>
 void rows(const Product& p, int64_t r0, int64_t tile) {
   for (; p.M - r0 >= R; r0 += R) {
@@ -163,7 +165,7 @@ void rows(const Product& p, int64_t r0, int64_t tile) {
   }
 }
 
-// Runs run(first, last) over chunks of [0, count) on XLA's threads and on this one.
+// Calls run(first, last) for each chunk of [0, count), on XLA's threads and on the calling thread.
 template <class Run>
 void parallel(ffi::ThreadPool& pool, int64_t count, int64_t chunk, const Run& run) {
   const int64_t chunks = (count + chunk - 1) / chunk;
@@ -173,7 +175,8 @@ void parallel(ffi::ThreadPool& pool, int64_t count, int64_t chunk, const Run& ru
     std::mutex mutex;
     std::condition_variable finished;
   };
-  auto state = std::make_shared<State>();  // a helper that begins late finds no chunk, perhaps after this call
+  // Shared, because a helper may start only after this call has returned. It then finds no chunk to run.
+  auto state = std::make_shared<State>();
   auto work = [state, chunks, chunk, count, &run] {
     for (int64_t i; (i = state->next.fetch_add(1)) < chunks;) {
       run(i * chunk, std::min(count, (i + 1) * chunk));
@@ -213,7 +216,7 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
 
 }  // namespace jspec
 
-// A library holds the products of one format, which takes seconds to compile: g++ -DFORMAT=Q4_K.
+// Each library holds the kernel for one format, because compiling a kernel takes seconds: g++ -DFORMAT=Q4_K.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(product, jspec::multiply<jspec::FORMAT>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()

@@ -53,14 +53,14 @@ inline V halves(const uint8_t* p) {
 }
 #endif
 
-// Returns sums plus the products of four unsigned bytes in each lane and the same four signed bytes.
+// Adds to each lane of sums the dot product of the lane's four unsigned codes and four signed bytes, the same for all.
 inline I dot(I sums, U codes, uint32_t bytes) {
 #if defined(__AVX512VNNI__)
   return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(bytes));
 #else
   const int8_t x[4] = {(int8_t)bytes, (int8_t)(bytes >> 8), (int8_t)(bytes >> 16), (int8_t)(bytes >> 24)};
 #if defined(__AVX2__)
-  // The even and the odd bytes as numbers of 16 bits, of which one instruction multiplies and adds pairs.
+  // The even and the odd bytes are widened to 16 bits. One instruction multiplies pairs of these and adds the products.
   const __m256i even = _mm256_set1_epi32((uint16_t)x[0] | (uint32_t)(uint16_t)x[2] << 16);
   const __m256i odd = _mm256_set1_epi32((uint16_t)x[1] | (uint32_t)(uint16_t)x[3] << 16);
   const U low = codes & 0x00ff00ff, high = (codes >> 8) & 0x00ff00ff;
