@@ -148,7 +148,11 @@ template <class F>
 constexpr bool IS_FLOAT = std::is_same_v<F, BF16> || std::is_same_v<F, F16>;
 // The maximum number of rows whose sums fit into the registers.
 template <class F>
+#if defined(__AVX512F__)
 constexpr int MOST = IS_FLOAT<F> ? 8 : 6;
+#else
+constexpr int MOST = IS_FLOAT<F> ? 4 : 2;
+#endif
 
 // Computes all rows from r0 on, R at a time, and then the remaining rows in smaller groups.
 template <class F, int R>
