@@ -17,6 +17,7 @@ from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.rivals import hf_arrays
 from bench.timing import in_turns, ratio, spread
+from jspec.models.llama import widened
 from jspec.text import load_tokenizer
 
 CONTEXT = 64
@@ -143,7 +144,7 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -
 
 def run(pair: str, ks: list[int], repeats: int) -> None:
     """Measure passes and greedy decoding of both programs in turns, after checking that their logits agree."""
-    target, _ = pairs.pair(pair)
+    target = widened(pairs.pair(pair)[0])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "target.gguf"
         write_gguf(target, file)
@@ -160,8 +161,8 @@ def run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> Non
     """
     llm, last = load(file, logits_all=True), load(file, logits_all=False)
     prompt = np.array([load_tokenizer(file).encode(_CODE)[:CONTEXT]])
-    models = jspec.load(file), (llm, last), ks, repeats, prompt
-    _compare(file.stem, *models, None if draft is None else jspec.load(draft))
+    small = None if draft is None else jspec.load(draft)
+    _compare(file.stem, jspec.load(file), (llm, last), ks, repeats, prompt, small)
 
 
 def _compare(
@@ -199,7 +200,7 @@ def _compare(
     same = np.array(texts["llama.cpp"]()) == np.asarray(texts["jspec"]().tokens)[0]
     publish(
         f"llamacpp-{name}",
-        f"{name}: one pass with all logits, {target.dtype}, {os.cpu_count()} threads, {CONTEXT} tokens of context",
+        f"{name}: one pass with all logits, {os.cpu_count()} threads, {CONTEXT} tokens of context",
         rows,
         plots.llamacpp,
         notes=[

@@ -17,6 +17,7 @@ import numpy as np
 from convert.errors import CheckpointError
 
 LANES = 16
+_EXPONENT = 0x7C00  # all ones in a float16 that is not finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,18 +128,17 @@ def interleave(name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def check_finite(name: str, rows: np.ndarray, tensor: str) -> None:
-    """Reject stored rows ``uint8[N, row_bytes]`` with a scale or a 16-bit weight that is not finite.
+    """Reject stored rows ``uint8[N, row_bytes]`` with a scale that is not finite. Weights of 16 bits are not checked.
 
     Raises:
-        CheckpointError: a scale or a 16-bit weight is infinite or NaN.
+        CheckpointError: a scale or minimum is infinite or NaN.
     """
     form = FORMATS[name]
-    halves = [field for field in form.fields if field.name in ("w", "d", "dmin", "m")]
-    exponent = 0x7F80 if name == "BF16" else 0x7C00
-    for field in halves:
-        part = rows.reshape(-1, form.nbytes)[:, field.offset : field.offset + 2]
-        if (np.ascontiguousarray(part).view("<u2") & exponent == exponent).any():
-            raise CheckpointError(f"{tensor} has weights that are not finite; use another file or create it again.")
+    for field in form.fields:
+        if field.name in ("d", "dmin", "m"):
+            part = rows.reshape(-1, form.nbytes)[:, field.offset : field.offset + 2]
+            if (np.ascontiguousarray(part).view("<u2") & _EXPONENT == _EXPONENT).any():
+                raise CheckpointError(f"{tensor} has a scale that is not finite; use another file or create it again.")
 
 
 def from_array(array: np.ndarray) -> StoredParts:

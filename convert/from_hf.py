@@ -146,7 +146,7 @@ def stream_packed(
     """Yield the same arrays as `stream`, but each matrix as it is stored if its format can be packed.
 
     Raises:
-        CheckpointError: under the same conditions as `filled`, or if a stored scale or weight is not finite.
+        CheckpointError: under the same conditions as `filled`, or if a stored scale is not finite.
     """
     widened: list[str] = []
     for entry in keymap.entries(config):
@@ -155,7 +155,7 @@ def stream_packed(
             yield entry.name, _stored_parts(tensors)
             continue
         if len(entry.shape) == 2:
-            widened += [f"{tensor.name} ({tensor.format})" for tensor in tensors]
+            widened += [f"{tensor.name} ({tensor.format})" for tensor in tensors if tensor.format != "F32"]
         yield from filled(found, [entry], dtype)
     if widened:
         _LOG.info("Widened %s to %s, because jspec cannot pack these formats.", listing(widened), dtype)

@@ -114,7 +114,7 @@ def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iter
 
 
 def stream_packed(
-    directory: Path, config: LlamaConfig, dtype: np.dtype | None
+    directory: Path, config: LlamaConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
     """Yield the same arrays as `stream`, but matrices of 16-bit floats as they are stored.
 
@@ -126,7 +126,13 @@ def stream_packed(
         yield from stream(directory, config, dtype)
         return
     for name, array in stream(directory, config, None):
-        yield name, blocks.from_array(array) if array.ndim == 2 else array.astype(dtype or stored)
+        if array.ndim == 2:
+            yield name, blocks.from_array(array)
+            continue
+        with np.errstate(over="ignore"):
+            vector = array.astype(dtype)
+        dtypes.check_cast(vector, stored, name)
+        yield name, vector
 
 
 def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

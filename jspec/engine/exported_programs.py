@@ -30,6 +30,7 @@ from convert.blocks import FORMATS
 from jspec.core.types import PyTree
 from jspec.engine.memory_budget import JaxDevice
 from jspec.models.kernels.cpu import native
+from jspec.models.packed import PackedMatrix
 
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
@@ -55,7 +56,7 @@ def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts:
         parts: values that can be pickled.
     """
     leaves, structure = cast(tuple[list[_Leaf], Hashable], jax.tree.flatten(arguments))
-    path = _path(leaves, structure, parts)
+    path = _path(leaves, structure, (*parts, _native_kernels(arguments)))
     if path is not None:
         try:
             return _lower_exported(path, program, arguments, leaves, structure)
@@ -65,6 +66,17 @@ def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
     return jax.jit(program, donate_argnums=1).lower(*arguments)
+
+
+def _native_kernels(arguments: PyTree) -> tuple[tuple[str, bool], ...]:
+    """Register the native kernels that a program with these arguments needs. Return their names and success."""
+
+    def is_packed(node: object) -> bool:
+        return isinstance(node, PackedMatrix)
+
+    nodes = cast(list[object], jax.tree.leaves(arguments, is_leaf=is_packed))
+    formats = sorted({node.format for node in nodes if isinstance(node, PackedMatrix)})
+    return tuple((native.target(format), native.register(format)) for format in formats)
 
 
 def _lower_exported(
@@ -123,8 +135,7 @@ def _path(leaves: list[_Leaf], structure: Hashable, parts: tuple[object, ...]) -
     device = _device(leaves)
     types = [str(jax.typeof(leaf)) if isinstance(leaf, jax.Array) else f"{leaf.shape}{leaf.dtype}" for leaf in leaves]
     settings = [setting for setting in sorted(config.values.items()) if "cache" not in setting[0]]
-    kernels = os.environ.get("JSPEC_KERNELS"), native.setting()
-    names = code, types, settings, device.platform, device.device_kind, kernels
+    names = code, types, settings, device.platform, device.device_kind, os.environ.get("JSPEC_KERNELS")
     digest = hashlib.sha256(repr(names).encode() + content)
     return Path(folder) / f"{digest.hexdigest()}{_SUFFIX}"
 

@@ -23,7 +23,7 @@ from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import Llama, matrices, widened
-from jspec.models.packed import PackedMatrix
+from jspec.models.packed import PackedMatrix, widen
 from jspec.models.quantize import check_kind, pack
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
@@ -49,8 +49,9 @@ def load(
             maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
             more than its own part. An int8 matrix's scales are placed with its columns.
         packed: True keeps matrices as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
-            float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on CPU if a
-            C++ compiler is available, `dtype` is float32, and neither `quantize` nor `sharding` is given.
+            float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on a CPU with
+            AVX-512 VNNI if `dtype` is float32 and neither `quantize` nor `sharding` is given. Without a C++ compiler,
+            they are widened.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -58,7 +59,8 @@ def load(
     Raises:
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
-        ValueError: `packed` is True with `quantize` or `sharding`, `quantize` is unknown, a weight is not finite and so
+        ValueError: `packed` is True on another device than a CPU, or with `quantize` or
+            `sharding`, `quantize` is unknown, a weight is not finite and so
             cannot be quantised, `sharding` cannot divide a weight, or the dtype is float16 and activations exceed
             60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
@@ -80,12 +82,14 @@ def load(
 
 def _is_packed(packed: bool | None, dtype: jnp.dtype, quantize: str | None, sharding: Placement | None) -> bool:
     """Return whether to load packed matrices. See `load`."""
-    if quantize is None and sharding is None:
-        chosen = jax.default_backend() == "cpu" and dtype == jnp.float32
-        return chosen and native.is_available() if packed is None else packed
-    if packed:
+    on_cpu, as_stored = jax.default_backend() == "cpu", quantize is None and sharding is None
+    if packed and not on_cpu:
+        raise ValueError("Packed matrices are only supported on CPU; leave out packed=True.")
+    if packed and not as_stored:
         raise ValueError("Packed matrices can be neither quantised nor sharded; leave out packed=True.")
-    return False
+    if packed is None:
+        return on_cpu and as_stored and dtype == jnp.float32 and native.is_default()
+    return packed
 
 
 def default_dtype() -> DTypeLike:
@@ -115,7 +119,8 @@ def from_arrays(
     """Return a `Llama` built from `config` and (name, array) pairs, named and shaped as in `convert`.
 
     Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
-    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`), unless they are packed.
+    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`), unless they are packed. Packed matrices are
+    widened if there is no native kernel for their format.
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
@@ -123,11 +128,12 @@ def from_arrays(
     for name, array in arrays:
         leaf = leaves.pop(name)
         if isinstance(array, tuple):
-            leaf.set_value(jnp.zeros((leaf.shape[0], 0), dtype))
-            for part in array if jax.default_backend() == "cpu" else ():
-                native.register(part.format)  # now, because programs that another process stored need it, too
             parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape) for part in array]
-            owners[name].packed = nnx.data(nnx.List(parts))
+            if all(native.register(part.format) for part in parts):
+                leaf.set_value(jnp.zeros((leaf.shape[0], 0), dtype))
+                owners[name].packed = nnx.data(nnx.List(parts))
+            else:
+                leaf.set_value(widen(parts).T.astype(dtype))
             continue
         value = jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
         if quantize is not None and name in owners:

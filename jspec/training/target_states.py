@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jspec.core.types import PyTree
 from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, widened
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import digest, write_arrays, write_text
 
@@ -72,8 +72,9 @@ def run_target(target: Llama, tokens: Array, features: tuple[int, ...]) -> Targe
 def fingerprint(model: PyTree) -> str:
     """Return a hash of the sizes, dtypes and weights of a model or drafter.
 
-    The hash is the same on all devices, regardless of how the weights are sharded.
+    The hash is the same on all devices, regardless of how the weights are sharded or packed.
     """
+    model = widened(model) if isinstance(model, Llama) else model
     leaves = jax.tree.leaves(model)
     known = [
         (leaf.dtype.name, leaf.shape, int(bits))

@@ -15,10 +15,12 @@ import pytest
 import convert
 import jspec
 from convert import CheckpointError, blocks
+from jspec.engine import exported_programs
 from jspec.models import packed
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import matrices, widened
 from jspec.models.packed import PackedMatrix
+from jspec.training.target_states import fingerprint
 from support import checkpoints, gguf_files
 from support.checkpoints import BFLOAT16
 from support.gguf_files import Kind
@@ -26,7 +28,7 @@ from support.gguf_files import Kind
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FORMATS = sorted(blocks.FORMATS)
 MIXED = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "output": "Q5_0", "gate": "Q8_0", "up": "Q8_0", "down": "Q5_K"}
-needs_compiler = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="there is no C++ compiler")
 
 
 def stored_rows(name, count, width, seed=0):
@@ -80,6 +82,9 @@ def test_native_kernel_is_as_accurate_as_float32(name, report):
     report(native=f"{errors[0]:.1e}", xla=f"{errors[1]:.1e}")
     assert errors[0] <= errors[1]
     assert (np.abs(found - expected) <= 1e-6 * scale).all()
+    if name not in ("BF16", "F16"):  # a small value is rounded like the largest of its 32
+        largest = np.abs(x).reshape(9, -1, 32).max(axis=2).repeat(32, axis=1).astype(np.float64)
+        assert (np.abs(found - expected) <= 2**-22 * largest @ np.abs(weights).T + 1e-6 * scale).all()
 
 
 @needs_compiler
@@ -173,7 +178,7 @@ def test_without_compiler_xla_is_used_with_one_warning(fresh, caplog, compiler, 
     assert re.search(said, record.getMessage())
 
 
-@pytest.mark.skipif(native._compiler() is None, reason="there is no C++ compiler")
+@needs_compiler
 def test_unwritable_cache_folder_is_named(fresh, caplog, tmp_path):
     (tmp_path / "cache").write_text("a file, where a folder should be")
     with caplog.at_level(logging.WARNING, "jspec"):
@@ -183,7 +188,7 @@ def test_unwritable_cache_folder_is_named(fresh, caplog, tmp_path):
 
 def test_native_kernels_can_be_turned_off(fresh, caplog):
     fresh.setenv("JSPEC_NATIVE", "0")
-    assert not native.is_available() and not native.register("Q4_0") and not caplog.records
+    assert not native.is_default() and not native.register("Q4_0") and not caplog.records
 
 
 @pytest.fixture(scope="module")
@@ -234,11 +239,57 @@ def test_16_bit_checkpoint_stays_packed(tmp_path, dtype, kind):
         np.testing.assert_array_equal(part.widen().T, matrices(wide)[name].weight[...])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_16_bit_weights_that_are_not_finite_are_loaded(tmp_path, packed):
+    raw = checkpoints.raw_config()
+    weights = checkpoints.tensors(raw, BFLOAT16)
+    weights["lm_head.weight"][3, 5] = np.inf
+    model = jspec.load(checkpoints.write(tmp_path / "x", raw, weights), "float32", packed=packed)
+    assert np.asarray(model.head.wide())[5, 3] == np.inf
+
+
 def test_non_finite_scales_are_rejected(tmp_path):
-    rows, _ = stored_rows("Q4_0", 256, 256)
+    raw = gguf_files.RAW | {"num_hidden_layers": 1}
+    arrays = gguf_files.tensors(raw, checkpoints.tensors(raw))
+    rows, _ = stored_rows("Q4_0", *arrays["blk.0.attn_output.weight"].shape)
     rows[3, 18:20] = np.array([np.inf], np.float16).view(np.uint8)
-    with pytest.raises(CheckpointError, match=r"^blk\.0\.x has weights that are not finite; "):
-        blocks.check_finite("Q4_0", rows, "blk.0.x")
+    file = tmp_path / "x.gguf"
+    arrays["blk.0.attn_output.weight"] = rows
+    gguf_files.write(file, gguf_files.metadata(raw), arrays, {"blk.0.attn_output.weight": Kind.Q4_0})
+    with pytest.raises(CheckpointError, match=r"^blk\.0\.attn_output\.weight has a scale that is not finite; "):
+        jspec.load(file, packed=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_promotion_of_ranks_and_dtypes_is_supported(name):
+    one, weights = matrix(name, 20, 256)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(one.widen(), weights)
+        np.testing.assert_array_equal(one.take(np.array([3])), weights[[3]])
+        assert one.multiply(jnp.ones((2, 256))).shape == (2, 20)
+
+
+@needs_compiler
+def test_vmap_uses_the_kernel():
+    one, _ = matrix("Q4_K", 20, 256)
+    x = np.random.default_rng(1).standard_normal((4, 3, 256)).astype(np.float32)
+    mapped = jax.jit(jax.vmap(one.multiply, in_axes=1, out_axes=1))
+    assert "jspec_product" in mapped.lower(x).as_text()
+    np.testing.assert_array_equal(mapped(x), one.multiply(x))
+
+
+@needs_compiler
+def test_stored_programs_register_their_kernels(monkeypatch, file):
+    model = jspec.load(file, packed=True)
+    monkeypatch.setattr(native, "register", lambda format: format != "Q8_0")
+    kernels = dict(exported_programs._native_kernels((model, {"x": np.zeros(3)})))
+    expected = {*MIXED.values(), "Q4_0"}
+    assert kernels == {native.target(format): format != "Q8_0" for format in expected}
+
+
+def test_training_records_the_same_weights_packed_and_widened(file):
+    wide, model = jspec.load(file, packed=False), jspec.load(file, packed=True)
+    assert fingerprint(model) == fingerprint(wide)
 
 
 @pytest.mark.parametrize("option", [{"quantize": "int8"}, {"sharding": lambda name, shape: None}])

@@ -182,6 +182,18 @@ def _batch(
     return found, (0,) * len(found)
 
 
+def _batch_product(
+    arguments: Sequence[Array], axes: Sequence[int | None], **options: object
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Multiply a batch of rows by one packed matrix as more rows, so that the matrix is not widened."""
+    x, tiles = arguments
+    if axes[0] is None or axes[1] is not None:
+        return _batch(arguments, axes, **options)
+    x = jnp.moveaxis(x, axes[0], 0)
+    (product,) = cast(list[Array], _product_p.bind(x.reshape(-1, x.shape[-1]), tiles, **options))
+    return (product.reshape(*x.shape[:-1], -1),), (0,)
+
+
 def _attended(
     qkv: "ShapedArray",
     cos: "ShapedArray",
@@ -209,3 +221,4 @@ def _multiplied(x: "ShapedArray", tiles: "ShapedArray", *, format: str, out_size
 _attention_p = _primitive("attention", "cuda", _attend_on_gpu, _is_triton_available, _attended)
 _norm_p = _primitive("project_add_norm", "cuda", _norm_on_gpu, _is_triton_available, _normed)
 _product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_available, _multiplied)
+batching.primitive_batchers[_product_p] = _batch_product

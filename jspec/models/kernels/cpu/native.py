@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Hashable
 from pathlib import Path
 
 import jax
@@ -37,14 +36,12 @@ def target(format: str) -> str:
     return f"jspec_product_{format}_{_digest()[:8]}"
 
 
-def is_available() -> bool:
-    """Return whether kernels can be compiled on this machine. The first call compiles one to find out."""
-    return register("BF16")
+def is_default() -> bool:
+    """Return whether matrices are packed by default on this CPU: it has AVX-512 VNNI, and ``JSPEC_NATIVE`` is not 0.
 
-
-def setting() -> Hashable:
-    """Return the settings that determine whether and how programs use native kernels."""
-    return os.environ.get("JSPEC_NATIVE"), _digest(), _compiler()
+    With AVX2 alone, the kernels are slower than XLA's products for several rows.
+    """
+    return os.environ.get("JSPEC_NATIVE") != "0" and "avx512_vnni" in _cpu().split()
 
 
 @functools.cache
@@ -101,7 +98,10 @@ def _compile(compiler: str, format: str, path: Path) -> None:
         include = f"-I{jax.ffi.include_dir()}"
         command = [compiler, *_FLAGS, f"-DFORMAT={format}", include, str(_SOURCE), "-o", str(output)]
         _LOG.info("Compiling the kernel for %s weights on this CPU.", format)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise subprocess.SubprocessError(f"{compiler} took more than {_SECONDS} seconds.") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise subprocess.SubprocessError(f"{compiler} could not compile {_SOURCE.name} ({last}).")

@@ -212,7 +212,9 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
     for (size_t i = 0; i < runs.size(); i++) runs[i] = split(x.typed_data() + i * RUN);
   }
   const Product product{x.typed_data(), runs.data(), w.typed_data(), y->typed_data(), M, N, K, tile_bytes};
-  parallel(pool, num_tiles, 16, [&](int64_t first, int64_t last) {
+  // Long chunks keep the reads of a thread in order; short matrices need a chunk for every thread.
+  const int64_t chunk = std::clamp<int64_t>(num_tiles / (2 * std::max<int64_t>(1, pool.num_threads())), 1, 16);
+  parallel(pool, num_tiles, chunk, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; tile++) rows<F, MOST<F>>(product, 0, tile);
   });
   return ffi::Error::Success();

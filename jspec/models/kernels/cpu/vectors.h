@@ -30,26 +30,30 @@ inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (_
 inline V halves(const uint8_t* p) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 inline V fma(V a, V b, V c) {
-  __m256 out[2], in[3][2];
+  __m256 in[3][2], out[2];
   std::memcpy(in[0], &a, 64), std::memcpy(in[1], &b, 64), std::memcpy(in[2], &c, 64);
   for (int i = 0; i < 2; i++) out[i] = _mm256_fmadd_ps(in[0][i], in[1][i], in[2][i]);
-  return *(V*)out;
+  std::memcpy(&c, out, 64);
+  return c;
 }
 inline V halves(const uint8_t* p) {
   __m256 out[2];
   for (int i = 0; i < 2; i++) out[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + i));
-  return *(V*)out;
+  V floats;
+  std::memcpy(&floats, out, 64);
+  return floats;
 }
 #else
 inline V fma(V a, V b, V c) { return a * b + c; }
+// Moves the bits of float16 into those of float32, and multiplies by 2^112, the ratio of the smallest exponents.
 inline V halves(const uint8_t* p) {
-  V out;
-  for (int i = 0; i < 16; i++) {
-    _Float16 half;
-    std::memcpy(&half, p + 2 * i, 2);
-    out[i] = half;
-  }
-  return out;
+  uint16_t bits[16];
+  std::memcpy(bits, p, 32);
+  uint32_t moved[16];
+  for (int i = 0; i < 16; i++) moved[i] = (uint32_t)(bits[i] & 0x8000) << 16 | (uint32_t)(bits[i] & 0x7fff) << 13;
+  V floats;
+  std::memcpy(&floats, moved, 64);
+  return floats * 0x1p112f;
 }
 #endif
 
