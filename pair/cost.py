@@ -47,7 +47,7 @@ def main() -> None:
     )
     print(f"draft {draft_step:.0f} us, target {target_step:.0f} us a token, median")
     device = jax.devices()[0].device_kind
-    print(f"{device}, {os.cpu_count()} cores, jax {jax.__version__}, {target.embed_tokens.weight.dtype}")
+    print(f"{device}, {os.cpu_count()} cores, jax {jax.__version__}, {target.dtype}")
 
 
 if __name__ == "__main__":

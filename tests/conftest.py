@@ -61,6 +61,8 @@ def pytest_configure(config):
     """Select XLA's older emitters, which halve compile time, the bulk of the tests' run time."""
     if _OLDER_EMITTERS and not config.getoption("--as-shipped"):
         os.environ["XLA_FLAGS"] = f"{_QUICK_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+    # Importing jax has set this to 1, and XLA's warnings would disturb what the tests' own processes print.
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     worker, cores = os.environ.get("PYTEST_XDIST_WORKER", ""), sorted(getattr(os, "sched_getaffinity", set)(0))
     if worker and cores:  # one core per worker: XLA starts a thread per core, and waiting threads spin
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})

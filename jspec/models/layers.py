@@ -91,7 +91,8 @@ class Linear(nnx.Module):
     """A linear layer ``y = x W + b``, with W stored as ``[in, out]``, the transpose of Hugging Face's layout.
 
     Fused projections are stored side by side. `scale` is the scale of an int8 weight, ``float32[out]``. See
-    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive outputs, and `weight` is empty.
+    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive outputs, and there is no
+    `weight`.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -113,7 +114,8 @@ class Embed(nnx.Module):
 
     The weight is stored as ``[E, V]``, the layout that suits the head, which reads the whole weight at every pass.
     Looking up a few columns costs little in comparison. `scale` is the scale of an int8 weight, ``float32[V]``. See
-    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive tokens, and `weight` is empty.
+    `jspec.models.quantize`. If `packed` is not None, its matrices hold consecutive tokens, and there is no
+    `weight`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: jnp.dtype, rngs: nnx.Rngs):

@@ -14,7 +14,7 @@ from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm
-from jspec.models.packed import widen
+from jspec.models.packed import PackedMatrix, widen
 from jspec.models.rope import rope_tables
 
 Result = TypeVar("Result")
@@ -203,6 +203,18 @@ def matrices(model: Llama) -> dict[str, Linear | Embed]:
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
+def set_packed(module: Linear | Embed, parts: list[PackedMatrix]) -> None:
+    """Store packed matrices in `module`, in place of its weight."""
+    del module.weight
+    module.packed = nnx.data(nnx.List(parts))
+
+
+def set_weight(module: Linear | Embed, weight: Array) -> None:
+    """Store ``weight[in, out]`` in `module`, in place of packed matrices, if it has any."""
+    module.weight = nnx.data(nnx.Param(weight))
+    module.packed = nnx.static(None)
+
+
 def widened(model: Llama) -> Llama:
     """Return a copy of `model` with packed matrices widened to its dtype. The copy shares all other weights."""
 
@@ -212,6 +224,5 @@ def widened(model: Llama) -> Llama:
     model = jax.tree.map(same, model)  # a copy of the tree
     for module in matrices(model).values():
         if module.packed is not None:
-            module.weight.set_value(widen(module.packed).T.astype(model.dtype))
-            module.packed = nnx.static(None)
+            set_weight(module, widen(module.packed).T.astype(model.dtype))
     return model

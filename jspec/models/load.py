@@ -22,7 +22,7 @@ from jspec.core.sharding import Placement, check_placement, place
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
-from jspec.models.llama import Llama, matrices, widened
+from jspec.models.llama import Llama, matrices, set_packed, widened
 from jspec.models.packed import PackedMatrix, widen
 from jspec.models.quantize import check_kind, pack
 
@@ -130,8 +130,7 @@ def from_arrays(
         if isinstance(array, tuple):
             parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape) for part in array]
             if all(native.register(part.format) for part in parts):
-                leaf.set_value(jnp.zeros((leaf.shape[0], 0), dtype))
-                owners[name].packed = nnx.data(nnx.List(parts))
+                set_packed(owners[name], parts)
             else:
                 leaf.set_value(widen(parts).T.astype(dtype))
             continue

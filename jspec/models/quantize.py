@@ -14,7 +14,7 @@ from jax import Array
 
 from jspec.models.array_layout import lay_out
 from jspec.models.layers import Embed, Linear
-from jspec.models.llama import Llama, matrices
+from jspec.models.llama import Llama, matrices, set_weight
 from jspec.models.packed import widen
 
 
@@ -41,7 +41,6 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     for name, module in matrices(model).items():
         if module.scale is None:
             pack(module, module.weight[...] if module.packed is None else widen(module.packed).T, name)
-            module.packed = nnx.static(None)
     lay_out(model)
     return model
 
@@ -61,7 +60,7 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
     rounded, scale = cast(tuple[Array, Array], _int8(weight))
     if not jnp.isfinite(scale).all():
         raise ValueError(f"{name} has a value that is not finite, which int8 cannot hold; do not quantize this model.")
-    module.weight.set_value(rounded)
+    set_weight(module, rounded)
     module.scale = nnx.data(nnx.Param(scale))
 
 
