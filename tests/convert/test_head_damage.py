@@ -133,7 +133,7 @@ CASES = {
     "no states": ("sglang", section("eagle_config", use_aux_hidden_state=False), "use_aux_hidden_state is False"),
     "unknown flag": ("sglang", section("eagle_config", use_moe=True), "eagle_config has unknown use_moe"),
     "no section": ("sglang", config(eagle_config=[1]), r"eagle_config has unknown \[1\]"),
-    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "layer outputs and must be one less"),
+    "layers in both conventions": ("sglang", config(**{IDS: [1, 3, 4]}), "layer outputs, so each must be one less"),
     "layers out of order": ("speculators", config(**{IDS: [2, 5, 4]}), "expected distinct layers in ascending order"),
     "a layer twice": ("speculators", config(**{IDS: [2, 4, 4]}), "distinct layers in ascending order"),
     "a layer below 0": ("speculators", config(**{IDS: [-1, 4, 5]}), "expected distinct layers in ascending order"),

@@ -203,7 +203,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
         edit_json(INDEX, lambda i: i["weight_map"].clear()),
         "no usable weight_map",
     ),
-    "index is a list": ("sharded", overwrite(INDEX, "[]"), "holds a JSON list, expected an object"),
+    "index is a list": ("sharded", overwrite(INDEX, "[]"), "holds a JSON list instead of an object"),
     "index cut": ("sharded", cut(INDEX, 0.7), "cannot be read as JSON"),
     "index empty": ("sharded", overwrite(INDEX, ""), "cannot be read as JSON"),
     "index key twice": (
@@ -215,7 +215,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "no config": ("single", delete("config.json"), "config.json is missing"),
     "config empty": ("single", overwrite("config.json", ""), "cannot be read as JSON"),
     "config cut": ("single", cut("config.json", 0.5), "cannot be read as JSON"),
-    "config is text": ("single", overwrite("config.json", '"llama"'), "holds a JSON str, expected an object"),
+    "config is text": ("single", overwrite("config.json", '"llama"'), "holds a JSON str instead of an object"),
     "config not UTF-8": ("single", overwrite("config.json", b"\xff\xfe{}"), "cannot be read as JSON"),
     "config nested without end": (
         "single",
