@@ -130,8 +130,8 @@ def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
 @app.command()
 def llamacpp(
     pair: Pair = "109m",
-    file: Annotated[Path | None, typer.Option("--file", help="GGUF file, instead of a pair.", exists=True)] = None,
-    draft: Annotated[Path | None, typer.Option("--draft", help="GGUF file of a draft model.", exists=True)] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="GGUF file, instead of a pair.")] = None,
+    draft: Annotated[Path | None, typer.Option("--draft", help="GGUF file of a draft model.")] = None,
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
