@@ -115,8 +115,7 @@ def trace(
     """Show where a round's time goes: draft, verify, accept, commit, idle."""
     from bench import trace
 
-    subject = measured(new_tokens, pair, target, draft, prompts, output)
-    trace.run(subject, k, batch, new_tokens, temperature, keep)
+    trace.run(measured(new_tokens, pair, target, draft, prompts, output), k, batch, new_tokens, temperature, keep)
 
 
 @app.command()
@@ -138,10 +137,7 @@ def llamacpp(
     """Compare passes of the target and greedy decoding with llama.cpp; needs llama-cpp-python."""
     from bench import llamacpp
 
-    if file is None:
-        llamacpp.run(pair, k, repeats)
-    else:
-        llamacpp.run_file(file, draft, k, repeats)
+    llamacpp.run(pair if file is None else file, draft, k, repeats)
 
 
 @app.command()

@@ -131,7 +131,7 @@ def noise(
     noises: Annotated[int, typer.Option("--noises", min=1, help="Draws per distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:
-    """Compare sampling with one Gumbel per token and in two steps, for the bundled pair and another pair."""
+    """Compare two ways to sample, with one Gumbel per token or in two steps, on the bundled pair and another pair."""
     from bench import noise
 
     bundled = measured(1, "bundled", None, None, None, output)

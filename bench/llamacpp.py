@@ -142,8 +142,22 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -
     return text
 
 
-def run(pair: str, ks: list[int], repeats: int) -> None:
-    """Measure passes and greedy decoding of both programs in turns, after checking that their logits agree."""
+def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int) -> None:
+    """Measure passes and greedy decoding of both programs in turns, for the target of a pair or for a GGUF file.
+
+    Raises:
+        ValueError: `draft` is given with a pair, or the logits of a pair's target differ.
+    """
+    if isinstance(source, Path):
+        _run_file(source, draft, ks, repeats)
+    elif draft is not None:
+        raise ValueError("--draft is given without --file; name the GGUF file of the target, too.")
+    else:
+        _run_pair(source, ks, repeats)
+
+
+def _run_pair(pair: str, ks: list[int], repeats: int) -> None:
+    """Compare the target of a pair, after checking that the logits agree."""
     target = widened(pairs.pair(pair)[0])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "target.gguf"
@@ -154,8 +168,8 @@ def run(pair: str, ks: list[int], repeats: int) -> None:
     _compare(pair, target, (llm, last), ks, repeats, prompt)
 
 
-def run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> None:
-    """Measure the same for a GGUF file, without conversion. With `draft`, also measure speculative decoding per K.
+def _run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> None:
+    """Compare a GGUF file, without conversion. With `draft`, also measure speculative decoding for each K.
 
     llama.cpp rounds activations to int8, so its logits differ.
     """

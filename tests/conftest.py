@@ -49,7 +49,7 @@ _TIERS = {
     for marker in ("slow", "long")
 }
 
-# Names in those files that are not tests; the whole collection is needed to tell.
+# Lines of those files that name no test. They are known only after all tests have been collected.
 _UNKNOWN = pytest.StashKey[list[str]]()
 
 

@@ -93,14 +93,15 @@ def of_longest(name, replacement):
         rows, keys = len(weights), jnp.broadcast_to(KEYS, len(weights))
         accept = jax.jit(lambda: TYPICAL.accept(keys, jnp.zeros(rows, jnp.int32), draft, behind))
         verdict = jax.device_get(accept())
-        law = jax.jit(lambda end: next_probs_at(end, draft, behind, bound_of(TYPICAL)))
+        next_probs = jax.jit(lambda end: next_probs_at(end, draft, behind, bound_of(TYPICAL)))
         end = np.pad(verdict.path, ((0, 0), (1, 0)))[np.arange(rows), verdict.num_accepted]
         joint = joint_law(
             tree,
             p,
             found,
             lambda *_: [
-                ((end == node).astype(float), np.asarray(law(jnp.full(rows, node)))) for node in range(tree.size + 1)
+                ((end == node).astype(float), np.asarray(next_probs(jnp.full(rows, node))))
+                for node in range(tree.size + 1)
             ],
         )
     kept = np.arange(tree.max_depth + 1) <= verdict.num_accepted[:, None]

@@ -82,9 +82,21 @@ def test_native_kernel_is_as_accurate_as_float32(name, report):
     report(native=f"{errors[0]:.1e}", xla=f"{errors[1]:.1e}")
     assert errors[0] <= errors[1]
     assert (np.abs(found - expected) <= 1e-6 * scale).all()
-    if name not in ("BF16", "F16"):  # a small value is rounded like the largest of its 32
-        largest = np.abs(x).reshape(9, -1, 32).max(axis=2).repeat(32, axis=1).astype(np.float64)
-        assert (np.abs(found - expected) <= 2**-22 * largest @ np.abs(weights).T + 1e-6 * scale).all()
+
+
+@needs_compiler
+def test_activations_are_rounded_in_proportion_to_the_largest_of_32(report):
+    one, weights = matrix("Q8_0", 16, 32)
+    x = np.random.default_rng(1).uniform(-1, 1, (64, 32)).astype(np.float32)
+    x[:, 0] = np.exp2(np.arange(64) / 4)  # from 1 to 55,000
+    # The large activation contributes the same to both products, so that only the rounding of the others is seen.
+    only = np.zeros_like(x)
+    only[:, 0] = x[:, 0]
+    found = np.asarray(one.multiply(x), np.float64) - np.asarray(one.multiply(only), np.float64)
+    expected = x[:, 1:].astype(np.float64) @ weights[:, 1:].T.astype(np.float64)
+    bound = 2**-22 * x[:, :1] * np.abs(weights).sum(axis=1, dtype=np.float64)
+    report(largest_error_over_bound=round(float((np.abs(found - expected) / bound).max()), 2))
+    assert (np.abs(found - expected) <= bound).all()
 
 
 @needs_compiler

@@ -81,8 +81,8 @@ def ends_of_walk(draft, target_probs, bound=whole):
     """Return for each node the probability ``[R]`` that `Rejection` ends there, and the distribution after it."""
     nodes = range(1, draft.topology.size + 1)
     thresholds = np.stack([threshold(draft, target_probs, node, bound) for node in nodes], axis=1)
-    behind = jax.jit(functools.partial(next_probs_at, bound=bound))
-    return walked(draft, thresholds, lambda end: behind(end, draft, target_probs))
+    next_probs = jax.jit(functools.partial(next_probs_at, bound=bound))
+    return walked(draft, thresholds, lambda end: next_probs(end, draft, target_probs))
 
 
 def ends_of_k_seq(draft, target_probs):

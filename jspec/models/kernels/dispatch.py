@@ -70,8 +70,8 @@ def _choose(
     Kernels for GPUs need an NVIDIA GPU of the Ampere generation or later, and Pallas' Triton backend, which has been
     deprecated since JAX 0.11. ``JSPEC_KERNELS=0`` in the environment turns off the kernels for GPUs. The kernel for
     CPUs needs a C++ compiler (`jspec.models.kernels.cpu.native`). XLA cannot divide a kernel. With several devices,
-    XLA would gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. `jax.vmap`
-    and derivatives use `otherwise`.
+    XLA would gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. Derivatives
+    use `otherwise`, and so does `jax.vmap`, except for a batch of rows that a packed matrix multiplies.
 
     Args:
         suits: whether the kernel supports the shapes and dtypes of the arguments.
