@@ -206,10 +206,13 @@ def test_missing_or_remote_folder_stores_nothing(folder):
 
 
 def test_file_name_is_equal_in_every_process(folder):
+    target, draft = models()
+    head = drafters.make("eagle 3", target, draft).save(folder / "head")
     code = (
         "from test_exported_programs import *\n"
         f"jax.config.update('jax_compilation_cache_dir', {str(folder)!r})\n"
-        "print(path_of(None, jspec.NGramDrafter(), jspec.rules.Typical(0.3, 0.09)))"
+        f"drafters = jspec.NGramDrafter(), jspec.drafters.EagleDrafter.load({str(head)!r})\n"
+        "print(*(path_of(None, drafter, jspec.rules.Typical(0.3, 0.09)) for drafter in drafters))"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     found = set()

@@ -46,13 +46,13 @@ class EagleOrigin:
     Attributes:
         layout: a key of `convert.heads.eagle.tensor_names.LAYOUTS`.
         prefix: the tensor-name prefix of the head's layer.
-        names: the names of all tensors.
+        names: the names of all tensors, sorted. A set's order would differ between processes.
         fields: the content of config.json.
         dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
     """
 
     layout: str
     prefix: str
-    names: frozenset[str]
+    names: tuple[str, ...]
     fields: str
     dtype: str | None

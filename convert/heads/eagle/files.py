@@ -61,7 +61,8 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
     prefix = _prefix(layout, found)
     check_names(found, eagle_keys.shapes(config, layout, prefix) | _table_shapes(config, found), directory)
     tables = {name: found.pop(name).read(slice(None)) for name in eagle_keys.TABLES if name in found}
-    origin = EagleOrigin(layout, prefix, frozenset({*found, *tables}), json.dumps(raw), head_files.common_dtype(found))
+    names = tuple(sorted({*found, *tables}))
+    origin = EagleOrigin(layout, prefix, names, json.dumps(raw), head_files.common_dtype(found))
     return EagleFiles(config, origin, _draft_ids(config, tables, directory), found)
 
 
