@@ -36,9 +36,13 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 @app.callback()
 def need_matplotlib() -> None:
     """Exit before measuring anything if the results could not be plotted afterwards."""
-    if importlib.util.find_spec("matplotlib") is None:
-        typer.echo('Every command needs matplotlib, which is not installed; run pip install -e ".[bench]"', err=True)
-        raise typer.Exit(1)
+    _need("matplotlib", 'Every command needs matplotlib, which is not installed; run pip install -e ".[bench]"')
+
+
+def _need(package: str, sentence: str) -> None:
+    """Exit with `sentence` if `package` is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(sentence)
 
 
 @app.command()
@@ -131,13 +135,14 @@ def llamacpp(
     pair: Pair = "109m",
     file: Annotated[Path | None, typer.Option("--file", help="GGUF file, instead of a pair.")] = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="GGUF file of a draft model.")] = None,
+    bits: Annotated[int, typer.Option("--activation-bits", help="With --file: 8, 16 or 24.")] = 24,
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
     """Compare passes of the target and greedy decoding with llama.cpp; needs llama-cpp-python."""
     from bench import llamacpp
 
-    llamacpp.run(pair if file is None else file, draft, k, repeats)
+    llamacpp.run(pair if file is None else file, draft, k, repeats, bits)
 
 
 @app.command()
@@ -163,8 +168,7 @@ def startup(
     from bench import startup
 
     if server:
-        for start in startup.served(target):
-            typer.echo(start)
+        typer.echo("\n".join(map(str, startup.served(target))))
     else:
         startup.run(pair, target)
 
@@ -195,9 +199,7 @@ def agreement(
     new_tokens: NewTokens = 128,
 ) -> None:
     """Compare greedy answers of a real model with every drafter to those of transformers; needs torch."""
-    if importlib.util.find_spec("torch") is None:
-        typer.echo("transformers decodes with torch, which is not installed; run pip install torch", err=True)
-        raise typer.Exit(1)
+    _need("torch", "transformers decodes with torch, which is not installed; run pip install torch")
     from bench import agreement
 
     agreement.run(answering(new_tokens, target, output), requests, batch, k, new_tokens)
@@ -294,9 +296,7 @@ def serve(
     repeats: Repeats = 3,
 ) -> None:
     """Measure the latency and throughput of `jspec serve`, with and without the draft, by number of clients."""
-    if importlib.util.find_spec("openai") is None:
-        typer.echo("The clients need openai, which is not installed; run pip install openai", err=True)
-        raise typer.Exit(1)
+    _need("openai", "The clients need openai, which is not installed; run pip install openai")
     from bench import serve
 
     if target and not prompts:

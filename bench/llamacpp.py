@@ -142,16 +142,19 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -
     return text
 
 
-def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int) -> None:
+def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int, bits: int = 24) -> None:
     """Measure passes and greedy decoding of both programs in turns, for the target of a pair or for a GGUF file.
 
+    Args:
+        bits: the `activation_bits` of `jspec.load`, for a file and its draft.
+
     Raises:
-        ValueError: `draft` is given with a pair, or the logits of a pair's target differ.
+        ValueError: `draft` or `bits` is given with a pair, or the logits of a pair's target differ.
     """
     if isinstance(source, Path):
-        _run_file(source, draft, ks, repeats)
-    elif draft is not None:
-        raise ValueError("--draft is given without --file; name the GGUF file of the target, too.")
+        _run_file(source, draft, ks, repeats, bits)
+    elif draft is not None or bits != 24:
+        raise ValueError("--draft or --activation-bits is given without --file; name the target's GGUF file, too.")
     else:
         _run_pair(source, ks, repeats)
 
@@ -168,15 +171,16 @@ def _run_pair(pair: str, ks: list[int], repeats: int) -> None:
     _compare(pair, target, (llm, last), ks, repeats, prompt)
 
 
-def _run_file(file: Path, draft: Path | None, ks: list[int], repeats: int) -> None:
+def _run_file(file: Path, draft: Path | None, ks: list[int], repeats: int, bits: int) -> None:
     """Compare a GGUF file, without conversion. With `draft`, also measure speculative decoding for each K.
 
-    llama.cpp rounds activations to int8, so its logits differ.
+    llama.cpp always rounds activations to 8 bits, so its logits differ.
     """
     llm, last = load(file, logits_all=True), load(file, logits_all=False)
     prompt = np.array([load_tokenizer(file).encode(_CODE)[:CONTEXT]])
-    small = None if draft is None else jspec.load(draft)
-    _compare(file.stem, jspec.load(file), (llm, last), ks, repeats, prompt, small)
+    small = None if draft is None else jspec.load(draft, activation_bits=bits)
+    name = file.stem if bits == 24 else f"{file.stem}-{bits}-bit-activations"
+    _compare(name, jspec.load(file, activation_bits=bits), (llm, last), ks, repeats, prompt, small)
 
 
 def _compare(
@@ -221,7 +225,9 @@ def _compare(
             f"llama-cpp-python {llama_cpp.__version__}; largest logit difference {largest:.2g}.",
             f"Greedy decoding of {NEW_TOKENS} tokens after {CONTEXT}, {same.sum()} of them the same: "
             + ", ".join(f"{program} {speed.median:.1f} tokens/s" for program, speed in speeds.items())
-            + f", ratio {ratio(times['llama.cpp'], times['jspec']).median:.3f}.",
+            + "; over llama.cpp: "
+            + ", ".join(f"{program} {ratio(times['llama.cpp'], times[program]).median:.3f}" for program in texts)
+            + ".",
         ],
         tokens_per_second=speeds,
     )

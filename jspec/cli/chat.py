@@ -21,7 +21,7 @@ from jspec.cli.common import (
     wrong_options,
 )
 from jspec.cli.engine_args import compile_all, engine_of
-from jspec.cli.model_args import sources
+from jspec.cli.model_args import Precision, sources
 
 if TYPE_CHECKING:
     from jspec.core.sampling import SamplingParams
@@ -49,6 +49,7 @@ def chat(
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    activation_bits: o.ActivationBits = "24",
     system: Annotated[str | None, option("--system", "TEXT", "System message, placed first.")] = None,
     template: o.Template = None,
     temperature: o.Temperature = None,
@@ -96,15 +97,14 @@ def chat(
         from jspec.generation.complete import engine_draft_length
 
         draft_length: _LengthOf = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
-        engine, tokenizer = engine_of(where, set_status, dtype, quantize, draft_length, max_length, slots=1)
-        if tokenizer.chat_template is None and system is not None:
-            raise UsageError("--system needs a chat template, but this model has none; leave out --system.")
-        if tokenizer.chat_template is None and variables:
-            raise UsageError("--template needs a chat template, but this model has none; leave out --template.")
+        precision = Precision(dtype, quantize, int(activation_bits))
+        engine, tokenizer = engine_of(where, set_status, precision, draft_length, max_length, slots=1)
+        if tokenizer.chat_template is None and (system is not None or variables):
+            name = "--template" if system is None else "--system"
+            raise UsageError(f"{name} needs a chat template, but this model has none; leave out {name}.")
         compile_all(engine, set_status)
     sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
-    with lines.whole_lines():
-        _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
+    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
 
 def _target(target: str | None) -> str | None:
@@ -178,6 +178,7 @@ class Conversation:
             self._messages, self._text = [*said, {"role": "assistant", "content": answer}], f"{text}{answer}\n"
 
 
+@lines.whole_lines()
 def _talk(conversation: Conversation) -> None:
     asks = sys.stdin.isatty()
     while True:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jspec.cli.common import UsageError
-from jspec.cli.model_args import Sources
+from jspec.cli.model_args import Precision, Sources
 
 if TYPE_CHECKING:
     from jspec.drafters.base import DraftSource
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def engine_of(
     where: Sources,
     set_status: Callable[[str], None],
-    dtype: str | None,
-    quantize: str | None,
+    precision: Precision,
     draft_length: "Callable[[DraftSource], object]",
     max_length: int | None,
     **engine_options: Any,
@@ -36,7 +35,7 @@ def engine_of(
     set_status("Loading")
     with _mistakes():
         tokenizer = where.tokenizer()
-        target, drafter = where.load(dtype, quantize)
+        target, drafter = where.load(precision)
         if drafter is not None:
             engine_options["num_draft_tokens"] = draft_length(drafter)
         return Engine(target, drafter, max_length=max_length, **engine_options), tokenizer

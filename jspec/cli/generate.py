@@ -16,7 +16,7 @@ from jspec.cli.common import (
     timed,
     wrong_options,
 )
-from jspec.cli.model_args import Sources, sources
+from jspec.cli.model_args import Precision, Sources, sources
 from jspec.cli.printing import choice_of_auto, print_json, print_text
 from jspec.cli.read_prompts import gather
 
@@ -64,6 +64,7 @@ def generate(
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    activation_bits: o.ActivationBits = "24",
     template: o.Template = None,
     temperature: o.Temperature = None,
     top_k: o.TopK = None,
@@ -104,7 +105,7 @@ def generate(
             tokenizer = where.tokenizer()
             with wrong_options():
                 task = completion.prepare(tokenizer, inputs, stop, variables)
-            models = where.load(dtype, quantize)
+            models = where.load(Precision(dtype, quantize, int(activation_bits)))
         if tree:
             models = models[0], jspec.TreeDrafter(cast("DraftSource", models[1]), jspec.Tree(tree))
         elif where.drafts:

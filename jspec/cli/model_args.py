@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from jspec.bundled import PAIR
 from jspec.bundled.head_data import head_of
@@ -29,6 +29,14 @@ BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 BUNDLED_TARGET, PAIR_DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 _TREES = "pass", "several"  # head kinds that are trained for one tree
+
+
+class Precision(NamedTuple):
+    """The precision of target and draft. See `jspec.load`."""
+
+    dtype: str | None = None
+    quantize: str | None = None
+    activation_bits: int = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +93,20 @@ class Sources:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
-    def load(self, dtype: str | None = None, quantize: str | None = None) -> "tuple[Llama, DraftSource | None]":
-        """Return the target and its drafter, if any. `dtype` and `quantize` apply to both, but heads are never int8."""
+    def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
+        """Return the target and its drafter, if any. `precision` applies to both, but only `dtype` applies to heads."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
 
         drafter = without_model(self.draft)  # quick checks come first
         if _EXIT.fullmatch(self.draft):
             self._check_layers()
-        target = load(self.target, dtype, quantize)
+        dtype, quantize, bits = precision
+        target = load(self.target, dtype, quantize, activation_bits=bits)
         if kind := head_kind(self.draft):
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
-            drafter = load(self.draft, dtype, quantize)
+            drafter = load(self.draft, dtype, quantize, activation_bits=bits)
         return target, with_lookup_first(cast("DraftSource", drafter)) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:

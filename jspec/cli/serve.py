@@ -10,7 +10,7 @@ import typer
 from jspec.cli import options as o
 from jspec.cli.common import UsageError, option, status_line, wrong_options
 from jspec.cli.engine_args import compile_all, engine_of
-from jspec.cli.model_args import sources
+from jspec.cli.model_args import Precision, sources
 
 if TYPE_CHECKING:
     from jspec.core.tokenizer import Tokenizer
@@ -84,6 +84,7 @@ def serve(
     ] = None,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    activation_bits: o.ActivationBits = "24",
     accept: Annotated[
         str, o.choice("--accept", "Acceptance rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
@@ -116,12 +117,13 @@ def serve(
     where = sources(target, draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
+    precision = Precision(dtype, quantize, int(activation_bits))
     engine_options = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
     with _listener(host, port) as listener:
         with status_line() as set_status:
             draft_length = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(
-                where, set_status, dtype, quantize, lambda _: draft_length, max_length, **engine_options
+                where, set_status, precision, lambda _: draft_length, max_length, **engine_options
             )
             compile_all(engine, set_status)
         server_options = {

@@ -13,7 +13,7 @@ import typer
 from jspec.cli import interrupts
 from jspec.cli import options as o
 from jspec.cli.common import UsageError, logged_to, option, status_line
-from jspec.cli.model_args import BUNDLED_TARGET, NONE, sources
+from jspec.cli.model_args import BUNDLED_TARGET, NONE, Precision, sources
 
 if TYPE_CHECKING:
     from jspec.drafters.base import DraftSource
@@ -111,7 +111,7 @@ def train(
         recipe = Recipe(kind, steps, depth, loss, rate, step_tokens, length, written_tokens, draft_vocab, seed, boost)
         recipe.check()
         set_status("Loading")
-        tokenizer, (model, begun) = where.tokenizer(), where.load(dtype)
+        tokenizer, (model, begun) = where.tokenizer(), where.load(Precision(dtype))
         how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
     with interrupts.last_words(f"Stopped. The same command resumes from {folder}."):
         with _bar(steps) as tell:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -30,7 +31,8 @@ from convert.blocks import FORMATS
 from jspec.core.types import PyTree
 from jspec.engine.memory_budget import JaxDevice
 from jspec.models.kernels.cpu import native
-from jspec.models.packed import PackedMatrix
+from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 
 _LOG = logging.getLogger("jspec")
 _SUFFIX = ".exported"
@@ -38,7 +40,7 @@ _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 # Packages whose versions or code are part of a file's name. Code of other packages may change without notice.
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
 # Other versions of JAX or jspec may lack these kernels, but never read the file: its name depends on the versions.
-_KERNELS = ["__gpu$xla.gpu.triton", *map(native.target, FORMATS)]
+_KERNELS = ["__gpu$xla.gpu.triton", *(Kernel(*kind).target for kind in itertools.product(FORMATS, ACTIVATION_BITS))]
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in _KERNELS]
 _Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray
 _Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
@@ -75,8 +77,8 @@ def _native_kernels(arguments: PyTree) -> tuple[tuple[str, bool], ...]:
         return isinstance(node, PackedMatrix)
 
     nodes = cast(list[object], jax.tree.leaves(arguments, is_leaf=is_packed))
-    formats = sorted({node.format for node in nodes if isinstance(node, PackedMatrix)})
-    return tuple((native.target(format), native.register(format)) for format in formats)
+    kernels = sorted({node.kernel for node in nodes if isinstance(node, PackedMatrix)})
+    return tuple((kernel.target, native.register(kernel)) for kernel in kernels)
 
 
 def _lower_exported(

@@ -23,7 +23,7 @@ from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import Llama, matrices, set_packed, widened
-from jspec.models.packed import PackedMatrix, widen
+from jspec.models.packed import ACTIVATION_BITS, PackedMatrix, widen
 from jspec.models.quantize import check_kind, pack
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
@@ -35,6 +35,7 @@ def load(
     quantize: str | None = None,
     sharding: Placement | None = None,
     packed: bool | None = None,
+    activation_bits: int = 24,
 ) -> Llama:
     """Load a model from a checkpoint.
 
@@ -52,6 +53,9 @@ def load(
             float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on a CPU with
             AVX-512 VNNI if `dtype` is float32 and neither `quantize` nor `sharding` is given. Without a C++ compiler,
             they are widened.
+        activation_bits: 8 or 16 rounds the activations that multiply packed matrices, 32 at a time, to integers of that
+            size, which makes passes over several rows faster. It changes the model: every decoding function then uses
+            the distribution of the rounded model. Matrices of bfloat16 or float16 always multiply in float32.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -59,9 +63,9 @@ def load(
     Raises:
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
-        ValueError: `packed` is True on another device than a CPU, or with `quantize` or
-            `sharding`, `quantize` is unknown, a weight is not finite and so
-            cannot be quantised, `sharding` cannot divide a weight, or the dtype is float16 and activations exceed
+        ValueError: `packed` is True on another device than a CPU, or with `quantize` or `sharding`,
+            `activation_bits` is unknown or matrices are not packed, `quantize` is unknown, a weight is not finite and
+            so cannot be quantised, `sharding` cannot divide a weight, or the dtype is float16 and activations exceed
             60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
@@ -70,11 +74,13 @@ def load(
     if sharding is not None:
         check_placement(sharding)
     dtype = dtypes.parse(default_dtype() if dtype is None else dtype)
-    if _is_packed(packed, dtype, quantize, sharding):
+    is_packed = _is_packed(packed, dtype, quantize, sharding)
+    _check_activation_bits(activation_bits, is_packed)
+    if is_packed:
         config, _, arrays = stream_packed(source, dtype)
     else:
         config, _, arrays = stream(source, dtype, None)
-    model = from_arrays(config, arrays, dtype, quantize, sharding)
+    model = from_arrays(config, arrays, dtype, quantize, sharding, activation_bits)
     if dtype == jnp.float16:
         check_fits_float16(model)
     return model
@@ -90,6 +96,16 @@ def _is_packed(packed: bool | None, dtype: jnp.dtype, quantize: str | None, shar
     if packed is None:
         return on_cpu and as_stored and dtype == jnp.float32 and native.is_default()
     return packed
+
+
+def _check_activation_bits(bits: int, is_packed: bool) -> None:
+    if bits not in ACTIVATION_BITS:
+        raise ValueError(f"activation_bits is {bits!r}; expected 8, 16 or 24.")
+    if bits < 24 and not is_packed:
+        raise ValueError(
+            f"activation_bits={bits} needs packed matrices, and this model's are not packed; on a CPU, pass "
+            "packed=True without quantize and sharding, or leave out activation_bits."
+        )
 
 
 def default_dtype() -> DTypeLike:
@@ -115,6 +131,7 @@ def from_arrays(
     dtype: jnp.dtype,
     quantize: str | None = None,
     sharding: Placement | None = None,
+    activation_bits: int = 24,
 ) -> Llama:
     """Return a `Llama` built from `config` and (name, array) pairs, named and shaped as in `convert`.
 
@@ -128,8 +145,8 @@ def from_arrays(
     for name, array in arrays:
         leaf = leaves.pop(name)
         if isinstance(array, tuple):
-            parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape) for part in array]
-            if all(native.register(part.format) for part in parts):
+            parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape, activation_bits) for part in array]
+            if all(native.register(part.kernel) for part in parts):
                 set_packed(owners[name], parts)
             else:
                 leaf.set_value(widen(parts).T.astype(dtype))

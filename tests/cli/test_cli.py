@@ -86,7 +86,17 @@ def test_version_and_help(run):
     assert code == 0 and not (options := set(re.findall(r"--[a-z-]+", out))) ^ {
         *("--target", "--draft", "--plain", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"),
         *("--max-new-tokens", "--num-draft-tokens", "--json", "--help", "--file", "--chat", "--system", "--stop"),
-        *("--accept", "--dtype", "--quantize", "--tree", "--show", "--template", "--tokenizer", "--repetition-penalty"),
+        *(
+            "--accept",
+            "--dtype",
+            "--quantize",
+            "--activation-bits",
+            "--tree",
+            "--show",
+            "--template",
+            "--tokenizer",
+            "--repetition-penalty",
+        ),
     }, options
     assert "Put -- before prompts if one begins with a dash" in out
     assert run()[1].startswith("Usage: jspec") and "\n  generate" in run()[1] and "\n  convert" in run()[1]

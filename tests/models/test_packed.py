@@ -28,6 +28,7 @@ from support.gguf_files import Kind
 pytestmark = pytest.mark.usefixtures("quick_compile")
 FORMATS = sorted(blocks.FORMATS)
 MIXED = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "output": "Q5_0", "gate": "Q8_0", "up": "Q8_0", "down": "Q5_K"}
+KERNEL = native.Kernel("Q4_0", 24)
 needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="there is no C++ compiler")
 
 
@@ -47,10 +48,17 @@ def stored_rows(name, count, width, seed=0):
     return rows, gguf.dequantize(rows, kind)
 
 
-def matrix(name, count, width):
+def matrix(name, count, width, bits=24):
     """Return a random packed matrix and its weights."""
     rows, weights = stored_rows(name, count, width)
-    return PackedMatrix(jnp.asarray(blocks.interleave(name, rows)), name, (count, width)), weights
+    return PackedMatrix(jnp.asarray(blocks.interleave(name, rows)), name, (count, width), bits), weights
+
+
+def rounded(x, bits):
+    """Return `x` in float64, with every 32 values rounded to `bits` bits as `jspec.load` describes."""
+    runs = x.astype(np.float64).reshape(len(x), -1, 32)
+    step = np.abs(runs).max(axis=-1, keepdims=True) / {8: 127, 16: 127 * 257}[bits]
+    return (np.round(runs / np.where(step == 0, 1, step)) * step).reshape(x.shape)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,7 +84,7 @@ def test_native_kernel_is_as_accurate_as_float32(name, report):
     multiply = jax.jit(PackedMatrix.multiply)
     assert "jspec_product" in multiply.lower(one, x).as_text()
     found = np.asarray(multiply(one, x), np.float64)
-    (other,) = jax.jit(packed.multiply_widened, static_argnums=(2, 3))(x, one.tiles[...], name, 100)
+    (other,) = jax.jit(packed.multiply_widened, static_argnums=(2, 3))(x, one.tiles[...], one.kernel, 100)
     scale = np.abs(x).astype(np.float64) @ np.abs(weights).T + 1e-30
     errors = [np.sqrt(np.mean(np.square((result - expected) / scale)[3:])) for result in (found, np.asarray(other))]
     report(native=f"{errors[0]:.1e}", xla=f"{errors[1]:.1e}")
@@ -101,8 +109,26 @@ def test_activations_are_rounded_in_proportion_to_the_largest_of_32(report):
 
 @needs_compiler
 @pytest.mark.parametrize("name", FORMATS)
-def test_bits_of_a_row_do_not_depend_on_other_rows(name):
-    one, _ = matrix(name, 100, 512)
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("native_kernel", [True, False], ids=["native", "XLA"])
+def test_activations_are_rounded_to_fewer_bits_on_request(name, bits, native_kernel):
+    one, weights = matrix(name, 100, 512, bits)
+    x = np.random.default_rng(1).standard_normal((9, 512)).astype(np.float32)
+    x[1], x[2, 7] = 0, 1e4
+    activations = x if name in ("BF16", "F16") else rounded(x, bits)
+    expected = activations.astype(np.float64) @ weights.T.astype(np.float64)
+    found = one.multiply(x) if native_kernel else packed.multiply_widened(x, one.tiles[...], one.kernel, 100)[0]
+    scale = np.abs(x).astype(np.float64) @ np.abs(weights).T + 1e-30
+    # The largest step is 1e4 / 127. A value halfway between two integers may be rounded either way.
+    assert (np.abs(found - expected) <= 1e-6 * scale).mean() > 0.99
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1.01 * 1e4 / {8: 127, 16: 127 * 257}[bits])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bits", [8, 16, 24])
+def test_bits_of_a_row_do_not_depend_on_other_rows(name, bits):
+    one, _ = matrix(name, 100, 512, bits)
     x = np.random.default_rng(1).standard_normal((19, 512)).astype(np.float32)
     multiply = jax.jit(PackedMatrix.multiply)
     whole = np.asarray(multiply(one, x))
@@ -118,7 +144,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(name):
 def test_other_instruction_sets_give_the_same_product(monkeypatch, tmp_path, name, processor):
     flags = [f"-march={processor}" if flag.startswith("-march") else flag for flag in native._FLAGS]
     monkeypatch.setattr(native, "_FLAGS", tuple(flags))
-    native._compile(native._compiler(), name, tmp_path / "product.so")
+    native._compile(native._compiler(), native.Kernel(name, 24), tmp_path / "product.so")
     loaded = jax.ffi.pycapsule(ctypes.CDLL(str(tmp_path / "product.so")).product)
     jax.ffi.register_ffi_target(f"test_product_{name}_{processor}", loaded, platform="cpu")
     one, _ = matrix(name, 40, 512)
@@ -164,12 +190,12 @@ def fresh(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_library_is_compiled_once_and_damaged_files_are_replaced(fresh, tmp_path):
-    library = native.library("Q4_0")
+    library = native.library(KERNEL)
     assert library.is_relative_to(tmp_path / "cache")
     written = library.stat().st_mtime_ns
-    assert native.library("Q4_0") == library and library.stat().st_mtime_ns == written
+    assert native.library(KERNEL) == library and library.stat().st_mtime_ns == written
     library.write_bytes(b"damaged")
-    assert native.library("Q4_0") == library and library.stat().st_size > 10_000
+    assert native.library(KERNEL) == library and library.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -194,13 +220,13 @@ def test_without_compiler_xla_is_used_with_one_warning(fresh, caplog, compiler, 
 def test_unwritable_cache_folder_is_named(fresh, caplog, tmp_path):
     (tmp_path / "cache").write_text("a file, where a folder should be")
     with caplog.at_level(logging.WARNING, "jspec"):
-        assert not native.register("Q4_0")
+        assert not native.register(KERNEL)
     assert str(tmp_path / "cache") in caplog.text
 
 
 def test_native_kernels_can_be_turned_off(fresh, caplog):
     fresh.setenv("JSPEC_NATIVE", "0")
-    assert not native.is_default() and not native.register("Q4_0") and not caplog.records
+    assert not native.is_default() and not native.register(KERNEL) and not caplog.records
 
 
 @pytest.fixture(scope="module")
@@ -293,10 +319,26 @@ def test_vmap_uses_the_kernel():
 @needs_compiler
 def test_stored_programs_register_their_kernels(monkeypatch, file):
     model = jspec.load(file, packed=True)
-    monkeypatch.setattr(native, "register", lambda format: format != "Q8_0")
+    monkeypatch.setattr(native, "register", lambda kernel: kernel.format != "Q8_0")
     kernels = dict(exported_programs._native_kernels((model, {"x": np.zeros(3)})))
     expected = {*MIXED.values(), "Q4_0"}
-    assert kernels == {native.target(format): format != "Q8_0" for format in expected}
+    assert kernels == {native.Kernel(format, 24).target: format != "Q8_0" for format in expected}
+
+
+def test_rounding_of_activations_needs_packed_matrices(file):
+    assert {part.activation_bits for part in jspec.load(file, packed=True, activation_bits=8).head.packed} == {8}
+    with pytest.raises(ValueError, match="activation_bits=8 needs packed matrices, and this model's are not packed; "):
+        jspec.load(file, packed=False, activation_bits=8)
+    with pytest.raises(ValueError, match="activation_bits is 4; expected 8, 16 or 24"):
+        jspec.load(file, packed=True, activation_bits=4)
+
+
+def test_gradient_ignores_the_rounding_of_activations():
+    one, weights = matrix("Q4_0", 20, 256, 8)
+    x = np.random.default_rng(1).standard_normal((1, 256)).astype(np.float32)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: one.multiply(x).sum())(x)[0], weights.sum(axis=0), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_training_records_the_same_weights_packed_and_widened(file):

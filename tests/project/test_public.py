@@ -144,7 +144,8 @@ def test_public_signatures_are_pinned():
     options = ["device", "batch", "length", "prompt", "acceptance", "num_draft_tokens", "quantize"]
     assert parameters(jspec.plan) == [(n, False) for n in ["target", "draft"]] + [(n, True) for n in options]
     assert inspect.signature(jspec.quantize).parameters["kind"].default == "int8"
-    assert [name for name, _ in parameters(jspec.load)] == ["source", "dtype", "quantize", "sharding", "packed"]
+    options = ["dtype", "quantize", "sharding", "packed", "activation_bits"]
+    assert [name for name, _ in parameters(jspec.load)] == ["source", *options]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.is_relative_to(ROOT)], ids=_name)

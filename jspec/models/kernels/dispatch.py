@@ -17,6 +17,8 @@ from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
 from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
+from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.native import Kernel
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -53,9 +55,11 @@ def project_add_norm(
     return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
 
 
-def packed_product(otherwise: Callable[..., tuple[Array]], x: Array, tiles: Array, format: str, out_size: int) -> Array:
+def packed_product(
+    otherwise: Callable[..., tuple[Array]], x: Array, tiles: Array, kernel: Kernel, out_size: int
+) -> Array:
     """Return the product of ``x[M, in]`` and a `jspec.models.packed.PackedMatrix`. See `_choose`."""
-    return _choose(_product_p, True, otherwise, (x, tiles), format=format, out_size=out_size)[0]
+    return _choose(_product_p, True, otherwise, (x, tiles), kernel=kernel, out_size=out_size)[0]
 
 
 def _choose(
@@ -103,10 +107,8 @@ def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
         return norm.project_add_norm(*arguments, eps=eps)
 
 
-def _multiply_on_cpu(x: Array, tiles: Array, *, format: str, out_size: int) -> tuple[Array]:
-    from jspec.models.kernels.cpu import native
-
-    return (native.multiply(x, tiles, format, out_size),)
+def _multiply_on_cpu(x: Array, tiles: Array, *, kernel: Kernel, out_size: int) -> tuple[Array]:
+    return (native.multiply(kernel, x, tiles, out_size),)
 
 
 def _primitive(
@@ -155,10 +157,8 @@ def _is_triton_available(**_: object) -> bool:
     return wanted and importlib.util.find_spec(_TRITON) is not None
 
 
-def _is_native_available(format: str, out_size: int) -> bool:
-    from jspec.models.kernels.cpu import native
-
-    return native.register(format)
+def _is_native_available(kernel: Kernel, out_size: int) -> bool:
+    return native.register(kernel)
 
 
 def _on_one_device(axes: object) -> bool:
@@ -214,7 +214,7 @@ def _normed(
     return x, x
 
 
-def _multiplied(x: "ShapedArray", tiles: "ShapedArray", *, format: str, out_size: int) -> "tuple[ShapedArray, ...]":
+def _multiplied(x: "ShapedArray", tiles: "ShapedArray", *, kernel: Kernel, out_size: int) -> "tuple[ShapedArray, ...]":
     return (x.update(shape=(x.shape[0], out_size)),)
 
 

@@ -1,8 +1,9 @@
-// Activations as integers.
+// Activations as integers of 8 PLANES bits.
 //
-// A run of 32 values of x becomes 24-bit integers n that share one step, a power of two: x = step n. The largest value
-// keeps about 23 bits. Three signed bytes hold n, and byte instructions multiply these bytes without rounding. The sum
-// over a group of codes is therefore exact. Only the scaled sums of groups are rounded.
+// A run of 32 values of x becomes integers n that share one step: x = step n. Signed bytes hold n, and byte
+// instructions multiply these bytes without rounding. The sum over a group of codes is therefore exact. Only the scaled
+// sums of groups are rounded. With 24 bits, the step is a power of two, and the largest value keeps about 23 bits. With
+// fewer bits, the largest value becomes the largest integer.
 
 #ifndef JSPEC_ACTIVATIONS_H_
 #define JSPEC_ACTIVATIONS_H_
@@ -15,14 +16,29 @@
 
 namespace jspec {
 
-constexpr int RUN = 32, PLANES = 3;
-constexpr int32_t LARGEST = 0x7f7f7f;  // the largest integer that three signed bytes can hold
+constexpr int RUN = 32;
+constexpr int32_t LARGEST = 0x7f7f7f >> (24 - 8 * PLANES);  // the largest integer that PLANES signed bytes can hold
 
 struct Run {
   int8_t bytes[PLANES][RUN];       // from the lowest byte to the highest
   int32_t sums[RUN / 16][PLANES];  // the sums of the bytes of 16 values each
   float step, sum;
 };
+
+struct Step {
+  float size, inverse;
+};
+
+// The sizes are clamped from below. Runs of even smaller values keep fewer bits.
+inline Step step_for(float largest) {
+  if (PLANES < 3) {
+    largest = std::max(largest, 0x1p-97f);
+    return {largest / LARGEST, LARGEST / largest};
+  }
+  int exponent = std::ilogb(std::max(largest, 0x1p-97f));
+  if (largest * std::ldexp(1.0f, 22 - exponent) > LARGEST) exponent++;
+  return {std::ldexp(1.0f, exponent - 22), std::ldexp(1.0f, 22 - exponent)};
+}
 
 inline Run split(const float* x) {
   Run run;
@@ -36,15 +52,12 @@ inline Run split(const float* x) {
   }
   float magnitude;
   std::memcpy(&magnitude, &largest, 4);
-  // The exponent of the largest value, clamped from below. Runs of even smaller values keep fewer bits.
-  int exponent = std::max<int>(largest >> 23, 30) - 127;
-  if (magnitude * std::ldexp(1.0f, 22 - exponent) > LARGEST) exponent++;
-  const float inverse = std::ldexp(1.0f, 22 - exponent);
-  run.step = std::ldexp(1.0f, exponent - 22);
+  const Step step = step_for(magnitude);
+  run.step = step.size;
   int32_t total = 0;
   std::memset(run.sums, 0, sizeof run.sums);
   for (int i = 0; i < RUN; i++) {
-    const int32_t n = (int32_t)std::nearbyint(x[i] * inverse);
+    const int32_t n = (int32_t)std::nearbyint(x[i] * step.inverse);
     const uint32_t digits = ((uint32_t)n + 0x808080) ^ 0x808080;
     total += n;
     for (int p = 0; p < PLANES; p++) {

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +26,27 @@ _SECONDS = 300  # a compilation takes a few seconds
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def multiply(x: Array, tiles: Array, format: str, out_size: int) -> Array:
+class Kernel(NamedTuple):
+    """A product with a matrix of one format.
+
+    Attributes:
+        format: a key of `convert.blocks.FORMATS`.
+        activation_bits: 8, 16 or 24. See `jspec.models.packed`.
+    """
+
+    format: str
+    activation_bits: int
+
+    @property
+    def target(self) -> str:
+        """The name that compiled programs use for the kernel. The name changes with the kernel's source code."""
+        return f"jspec_product_{self.format}_{self.activation_bits}_{_digest()[:8]}"
+
+
+def multiply(kernel: Kernel, x: Array, tiles: Array, out_size: int) -> Array:
     """Return the product ``float32[M, out]`` of ``x``, ``float32[M, in]``, and `tiles`. For CPU programs only."""
     result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
-    return jax.ffi.ffi_call(target(format), result)(x, tiles)
-
-
-def target(format: str) -> str:
-    """Return the name that compiled programs use for a kernel. The name changes with the kernel's source code."""
-    return f"jspec_product_{format}_{_digest()[:8]}"
+    return jax.ffi.ffi_call(kernel.target, result)(x, tiles)
 
 
 def is_default() -> bool:
@@ -45,8 +58,8 @@ def is_default() -> bool:
 
 
 @functools.cache
-def register(format: str) -> bool:
-    """Compile the kernel for `format` if necessary, and register it with XLA.
+def register(kernel: Kernel) -> bool:
+    """Compile the kernel if necessary, and register it with XLA.
 
     Returns:
         Whether the kernel is available. If not, a single warning states why, unless ``JSPEC_NATIVE=0`` is set.
@@ -54,11 +67,11 @@ def register(format: str) -> bool:
     if os.environ.get("JSPEC_NATIVE") == "0":
         return False
     try:
-        loaded = ctypes.CDLL(str(library(format)))
+        loaded = ctypes.CDLL(str(library(kernel)))
     except (OSError, subprocess.SubprocessError) as error:
         _warn_once(str(error))
         return False
-    jax.ffi.register_ffi_target(target(format), jax.ffi.pycapsule(loaded.product), platform="cpu")
+    jax.ffi.register_ffi_target(kernel.target, jax.ffi.pycapsule(loaded.product), platform="cpu")
     return True
 
 
@@ -67,8 +80,8 @@ def _warn_once(reason: str) -> None:
     _LOG.warning("Weights are widened, which is slower than reading them as they are stored: %s", reason)
 
 
-def library(format: str) -> Path:
-    """Return the path of the compiled kernel for `format`. Compile it first if the file is missing or damaged.
+def library(kernel: Kernel) -> Path:
+    """Return the path of the compiled kernel. Compile it first if the file is missing or damaged.
 
     Raises:
         OSError: there is no compiler, or the library cannot be written.
@@ -79,9 +92,9 @@ def library(format: str) -> Path:
         raise FileNotFoundError("no C++ compiler was found; install g++ or clang++, or set CXX.")
     parts = (_digest(), jaxlib.version.__version__, compiler, _FLAGS, _cpu())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    path = _folder() / f"{format}-{name}.so"
+    path = _folder() / f"{kernel.format}-{kernel.activation_bits}-{name}.so"
     if not _is_whole(path):
-        _compile(compiler, format, path)
+        _compile(compiler, kernel, path)
     return path
 
 
@@ -91,13 +104,14 @@ def _is_whole(path: Path) -> bool:
     return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
 
 
-def _compile(compiler: str, format: str, path: Path) -> None:
+def _compile(compiler: str, kernel: Kernel, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
+        defined = f"-DFORMAT={kernel.format}", f"-DPLANES={kernel.activation_bits // 8}"
         include = f"-I{jax.ffi.include_dir()}"
-        command = [compiler, *_FLAGS, f"-DFORMAT={format}", include, str(_SOURCE), "-o", str(output)]
-        _LOG.info("Compiling the kernel for %s weights on this CPU.", format)
+        command = [compiler, *_FLAGS, *defined, include, str(_SOURCE), "-o", str(output)]
+        _LOG.info("Compiling the kernel for %s weights on this CPU.", kernel.format)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired as error:

@@ -83,8 +83,9 @@ inline void add_group(const uint8_t* block, const F& format, int outer, const Ru
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
     const Run& run = runs[r * stride];
-    const V low = fma(real(sums[r][1]), spread(256.0f), real(sums[r][0]));
-    const V sum = fma(real(sums[r][2]), spread(65536.0f), low);
+    V sum = real(sums[r][0]);
+#pragma GCC unroll 3
+    for (int plane = 1; plane < PLANES; plane++) sum = fma(real(sums[r][plane]), spread((float)(1 << 8 * plane)), sum);
     total[r] = fma(scale * spread(run.step), sum, total[r]);
     if constexpr (F::MINIMUM) total[r] = fma(-format.minimum(group), spread(run.sum), total[r]);
   }
@@ -149,7 +150,7 @@ constexpr bool IS_FLOAT = std::is_same_v<F, BF16> || std::is_same_v<F, F16>;
 // The maximum number of rows whose sums fit into the registers.
 template <class F>
 #if defined(__AVX512F__)
-constexpr int MOST = IS_FLOAT<F> ? 8 : 6;
+constexpr int MOST = IS_FLOAT<F> || PLANES == 1 ? 8 : 6;
 #else
 constexpr int MOST = IS_FLOAT<F> ? 4 : 2;
 #endif
@@ -222,7 +223,8 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
 
 }  // namespace jspec
 
-// Each library holds the kernel for one format, because compiling a kernel takes seconds: g++ -DFORMAT=Q4_K.
+// Each library holds the kernel for one format and one number of bytes per activation, because compiling a kernel takes
+// seconds: g++ -DFORMAT=Q4_K -DPLANES=3.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(product, jspec::multiply<jspec::FORMAT>,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
