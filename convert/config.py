@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from convert import quantized
 from convert.architectures import FAMILIES, Family
 from convert.architectures.base import Details
 from convert.errors import CheckpointError
@@ -18,6 +17,7 @@ from convert.gguf import header as gguf_header
 from convert.gguf.config import raw_config, raw_generation_config
 from convert.json_fields import Fields, flag, integer, number, token_ids
 from convert.json_file import Json, read_object
+from convert.quantized import methods
 from convert.rope import RopeConfig, parse_rope
 from convert.weight_files import INDEX, SINGLE
 
@@ -140,7 +140,7 @@ def parse_config(raw: Fields) -> LlamaConfig:
     """
     family = _family(raw)
     raw = {**family.defaults, **raw}
-    quantized.check(raw)
+    methods.parse(raw)
     _check_weights(raw)
     check_supported(raw, {**_FIXED, **family.fixed})
     _check_layer_types(raw)

@@ -13,6 +13,8 @@ from convert.generation_config import NAME
 from convert.gguf import header as gguf_header
 from convert.gguf import tokenizer as gguf_tokenizer
 from convert.gguf.config import raw_config, raw_generation_config
+from convert.json_file import read_object
+from convert.quantized.methods import SECTIONS
 from convert.source import PARTIAL
 from convert.store import DESCRIPTION
 from convert.unfinished import deleted_in_the_end
@@ -20,6 +22,7 @@ from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
 _ADAPTER = {"adapter_config.json"}  # with this file, PEFT would look for the adapter, which is not copied
+_QUANTIZED = {"quantize_config.json", "quant_config.json"}  # what AutoGPTQ and AutoAWQ write beside config.json
 
 
 @contextmanager
@@ -62,7 +65,8 @@ def _make(folder: Path) -> None:
 def carry(source: Path, target: Path) -> None:
     """Copy the configuration and tokenizer files byte for byte. config.json comes last: nothing loads without it.
 
-    For a GGUF file, generate these files from its metadata, which contains the same information.
+    If the source's weights are quantised, its config.json loses the section that says so, because the weights are
+    written dequantised. For a GGUF file, generate these files from its metadata, which contains the same information.
     """
     if source.is_file():
         header = gguf_header.read(source)
@@ -72,5 +76,15 @@ def carry(source: Path, target: Path) -> None:
         (target / "config.json").write_text(json.dumps(raw_config(header), indent=2) + "\n", encoding="utf-8")
         return
     names = {file.name for pattern in _CARRIED for file in source.glob(pattern) if file.is_file()}
-    for name in sorted(names - {INDEX, DESCRIPTION, *_ADAPTER}, key=lambda name: (name == "config.json", name)):
+    for name in sorted(
+        names - {INDEX, DESCRIPTION, *_ADAPTER, *_QUANTIZED}, key=lambda name: (name == "config.json", name)
+    ):
         shutil.copyfile(source / name, target / name)
+    _write_dense_config(source / "config.json", target / "config.json")
+
+
+def _write_dense_config(source: Path, target: Path) -> None:
+    """Write config.json without a quantisation section, if it has one."""
+    if source.exists() and any((raw := read_object(source)).get(key) is not None for key in SECTIONS):
+        kept = {key: value for key, value in raw.items() if key not in SECTIONS}
+        target.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,11 @@ import numpy as np
 from convert import blocks, dtypes, keymap
 from convert.config import LlamaConfig
 from convert.errors import CheckpointError, listing
-from convert.safetensors_reader import Tensor, row_chunks, scan
+from convert.json_file import read_object
+from convert.quantized import methods
+from convert.quantized.assemble import assemble
+from convert.quantized.base import QuantizedTensor
+from convert.safetensors_reader import QUANTIZED, Tensor, row_chunks, scan
 
 _LOG = logging.getLogger("jspec.convert")
 
@@ -97,34 +101,45 @@ def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
 def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """Return the tensors by Hugging Face name, checked against the config, without the ignored tensors.
 
-    A tied head that repeats the embedding is kept, so that converting back can write it again.
+    Quantised matrices are dequantised while they are read. A tied head that repeats the embedding is kept, so that
+    converting back can write it again.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen, or ambiguous (a tied head that differs).
     """
     tied = config.tie_word_embeddings
     pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set[str]()
-    scanned = scan(directory, is_optional=lambda name: name in pair or keymap.is_ignored(name, config))
+    form = methods.parse(read_object(directory / "config.json"))
+    scanned = scan(
+        directory,
+        is_optional=lambda name: name in pair or keymap.is_ignored(name, config),
+        more=None if form is None else QUANTIZED,
+    )
     check_depth(config, len(scanned), directory)
     found = {
         name: tensor
         for name, tensor in scanned.items()
         if not keymap.is_ignored(name, config) and not name.startswith(keymap.MEDUSA)
     }
-    found = _tied(found, directory) if tied else found
     expected = keymap.hf_shapes(config)
+    if form is not None:
+        head = {keymap.HEAD: expected[keymap.EMBEDDING]}  # a tied checkpoint may hold one too
+        found = assemble(found, form, head | expected, directory)
+    found = _tied(found, directory) if tied else found
     repeated = {keymap.HEAD: expected[keymap.EMBEDDING]} if tied and keymap.HEAD in found else {}
     check_names(found, expected | repeated, directory)
     return found
 
 
 def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
-    """Return the dtype that all tensors share.
+    """Return the dtype that all tensors share, or float32 if some are quantised, because it represents every value.
 
     Raises:
         CheckpointError: the dtypes differ, so the caller has to choose one.
     """
     by_dtype = {tensor.dtype: tensor for tensor in found.values()}
+    if any(isinstance(tensor, QuantizedTensor) for tensor in found.values()):
+        return dtypes.BY_NAME["float32"]
     if len(by_dtype) > 1:
         mixed = listing(f"{tensor.name} is {dtype}" for dtype, tensor in by_dtype.items())
         raise CheckpointError(f"{directory} mixes dtypes ({mixed}); choose one with dtype=... or --dtype.")

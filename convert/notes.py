@@ -12,6 +12,7 @@ from convert.gguf import config as gguf_config
 from convert.gguf.header import Header
 from convert.json_fields import Fields
 from convert.json_file import read_object
+from convert.quantized import methods
 
 _LOG = logging.getLogger("jspec.convert")
 
@@ -27,6 +28,9 @@ def log_directory(directory: Path) -> None:
         _LOG.warning("%s: %s.", config, warning)
     if unread := rope_notes.unread(read_object(config)):
         _LOG.info("%s: ignoring %s of the rope section, as transformers does.", config, ", ".join(unread))
+    form = methods.parse(read_object(config))
+    for note in () if form is None else form.notes:
+        _LOG.info("%s: %s.", config, note)
     chosen = weight_files.find(directory)
     if note := chosen.note:
         _LOG.log(logging.WARNING if chosen.is_ambiguous else logging.INFO, "%s: %s.", directory, note)

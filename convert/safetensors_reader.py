@@ -4,14 +4,18 @@ The safetensors library checks each header. This module checks the directory as 
 """
 
 import dataclasses
+import json
 import math
 import re
+import struct
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, cast
+from types import EllipsisType
+from typing import Protocol, TypeAlias, cast
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -22,6 +26,15 @@ from convert.weight_files import INDEX, SINGLE
 _UNKNOWN_DTYPE = re.compile(r"unknown variant `(\w+)`")  # in the library's error message
 _CHUNK_BYTES = 16 * 2**20
 _TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
+_FLOAT8 = "F8_E4M3"
+# The dtypes of the integers, bytes and shapes that quantised weights are stored as.
+QUANTIZED = {
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    _FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
+}
+Index: TypeAlias = slice | tuple[slice, slice] | EllipsisType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +51,12 @@ class Tensor:
 
         Each call maps the file anew (65 us), because mapped pages count as memory in use until they are unmapped.
         """
+        return self.read_part(rows)
+
+    def read_part(self, index: Index) -> np.ndarray:
+        """Return a copy of the values at `index`, which may also select columns; `...` selects everything."""
         with opened(self.file) as handle:
-            return handle.get_slice(self.name)[rows]
+            return handle.get_slice(self.name)[index]
 
     @property
     def format(self) -> str:
@@ -51,10 +68,37 @@ class Tensor:
         return np.ascontiguousarray(self.read(rows)).view(np.uint8)
 
 
+@dataclasses.dataclass(frozen=True)
+class Float8Tensor(Tensor):
+    """A tensor of dtype float8_e4m3fn, read without safetensors, which needs such a dtype in NumPy itself.
+
+    Attributes:
+        offset: the position of the first byte in the file.
+    """
+
+    offset: int
+
+    def read_part(self, index: Index) -> np.ndarray:
+        rows = index if isinstance(index, slice) else slice(None)
+        start, stop, _ = rows.indices(self.shape[0] if self.shape else 1)
+        width = math.prod(self.shape[1:])
+        count = (stop - start) * width
+        try:
+            data = np.fromfile(self.file, np.uint8, count, offset=self.offset + start * width)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.file} cannot be read ({error}); check its permissions and the disk."
+            ) from error
+        if data.size != count:
+            raise CheckpointError(f"{self.file} was cut short while it was read; read it again.")
+        values = data.view(self.dtype).reshape(-1, *self.shape[1:])
+        return values[(slice(None), *index[1:])] if isinstance(index, tuple) else values
+
+
 class Slice(Protocol):
     """A tensor in an open file, as safetensors returns it."""
 
-    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
+    def __getitem__(self, index: Index, /) -> np.ndarray: ...
 
     def get_dtype(self) -> str: ...
 
@@ -96,26 +140,43 @@ def metadata(file: Path) -> dict[str, str] | None:
         return handle.metadata()
 
 
-def _scan_file(file: Path, tables: Mapping[str, str]) -> list[Tensor]:
+def _scan_file(file: Path, tables: Mapping[str, str], more: Mapping[str, np.dtype]) -> list[Tensor]:
     with opened(file) as handle:
         found: list[Tensor] = []
         for name in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
             piece = handle.get_slice(name)
-            dtype = _dtype(name, piece.get_dtype(), file, tables)
+            dtype = _dtype(name, piece.get_dtype(), file, tables, more)
             found.append(Tensor(name, file, dtype, tuple(piece.get_shape())))
+    return _with_offsets(found, file)
+
+
+def _with_offsets(found: list[Tensor], file: Path) -> list[Tensor]:
+    """Return `found` with each float8 tensor as a `Float8Tensor`. The library has checked the header."""
+    if not any(tensor.dtype == QUANTIZED[_FLOAT8] for tensor in found):
         return found
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        header = cast("dict[str, dict[str, list[int]]]", json.loads(stream.read(size)))
+    return [
+        Float8Tensor(**vars(tensor), offset=8 + size + header[tensor.name]["data_offsets"][0])
+        if tensor.dtype == QUANTIZED[_FLOAT8]
+        else tensor
+        for tensor in found
+    ]
 
 
-def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str]) -> np.dtype:
+def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str], more: Mapping[str, np.dtype]) -> np.dtype:
     if name in tables:
         if code != tables[name]:
             raise CheckpointError(f"{name} in {file} is {code}; expected {tables[name]}: restore the model's own file.")
         return _TABLES[code]
-    dtype = dtypes.BY_SAFETENSORS_CODE.get(code)
+    known: dict[str, np.dtype] = {**dtypes.BY_SAFETENSORS_CODE, **more}
+    dtype = known.get(code)
     if dtype is None:
+        advice = "" if more else ", or restore the config.json whose quantization_config describes these weights"
         raise CheckpointError(
-            f"{name} in {file} is {code}; expected one of {', '.join(dtypes.BY_SAFETENSORS_CODE)}: choose a "
-            "checkpoint in one of these, without quantisation."
+            f"{name} in {file} is {code}; expected one of {', '.join(known)}: choose a "
+            f"checkpoint in one of these{advice}."
         )
     return dtype
 
@@ -125,6 +186,7 @@ def scan(
     single: str = SINGLE,
     tables: Mapping[str, str] | None = None,
     is_optional: Callable[[str], bool] = lambda name: False,
+    more: Mapping[str, np.dtype] | None = None,
 ) -> dict[str, Tensor]:
     """Return every tensor of a Hugging Face directory by name, reading only the headers.
 
@@ -132,15 +194,16 @@ def scan(
         single: see `convert.weight_files.find`.
         tables: the tensors that are not weights, with their dtypes (I64 or BOOL).
         is_optional: returns whether the index and the files may disagree about whether a given tensor exists.
+        more: further dtypes that a tensor may have, by their names in safetensors.
 
     Raises:
-        CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16 and
-            F16; or the index maps a tensor to a file that does not hold it.
+        CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16, F16
+            and those of `more`; or the index maps a tensor to a file that does not hold it.
     """
     chosen = weight_files.find(directory, single)
     found: dict[str, Tensor] = {}
     for file in chosen.files:
-        for tensor in _scan_file(file, tables or {}):
+        for tensor in _scan_file(file, tables or {}, more or {}):
             if tensor.name in found:
                 raise CheckpointError(
                     f"{tensor.name} is in {found[tensor.name].file.name} and in {file.name} of "

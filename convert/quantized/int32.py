@@ -1,0 +1,32 @@
+"""Unpacking of small integers from int32 words, the lowest bits first."""
+
+import numpy as np
+
+from convert.safetensors_reader import Tensor
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Return the values ``uint8[N, M * 32 / bits]`` in the words ``int32[N, M]``, for 4 and 8 bits."""
+    stored = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
+    return stored if bits == 8 else np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(words), -1)
+
+
+def unpacked_columns(tensor: Tensor, start: int, stop: int, bits: int) -> tuple[np.ndarray, int]:
+    """Return the values in whole words of each row that include the columns from `start` to `stop`.
+
+    Returns:
+        The values, and the index in them of the column `start`.
+    """
+    first, last = _words(start, stop, bits)
+    return unpack(tensor.read_part((slice(None), slice(first, last))), bits), start - first * 32 // bits
+
+
+def unpacked_rows(tensor: Tensor, start: int, stop: int, bits: int) -> np.ndarray:
+    """Return the rows from `start` to `stop` of a matrix whose columns are packed downwards."""
+    first, last = _words(start, stop, bits)
+    skipped = start - first * 32 // bits
+    return unpack(tensor.read(slice(first, last)).T, bits).T[skipped : skipped + stop - start]
+
+
+def _words(start: int, stop: int, bits: int) -> tuple[int, int]:
+    return start * bits // 32, -(-stop * bits // 32)
