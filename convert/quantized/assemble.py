@@ -75,8 +75,9 @@ def _matrix(
     if unknown:
         surplus = listing(parts[suffix].name for suffix in unknown)
         raise CheckpointError(f"{directory} has unexpected {surplus}, which this {form.label} does not have; {_FIX}.")
-    for suffix, tensor in parts.items():
-        _check_part(tensor, expected[suffix], form)
+    for suffix, part in expected.items():
+        if suffix in parts:
+            _check_part(parts[suffix], part, form)
     return form.tensor(name, shape, parts)
 
 

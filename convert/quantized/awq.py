@@ -55,7 +55,7 @@ class Awq(Format):
         fields.one_of(raw, "version" if raw.get("version") is not None else "format", ("gemm",), "gemm")
         flag(raw, "zero_point", True)
         ignored = fields.names(raw, "modules_to_not_convert")
-        return cls("AWQ (4 bits)", ignored, group_size=fields.group_size(raw, 128))
+        return cls("4-bit AWQ", ignored, group_size=fields.group_size(raw, 128))
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         size = columns if self.group_size is None else self.group_size

@@ -81,7 +81,7 @@ class Compressed(Format):
             f"{', '.join(activations)}: activations are not quantised, as this checkpoint expects; only its weights are"
         )
         return cls(
-            f"compressed-tensors ({scheme.format})",
+            f"{scheme.format} compressed-tensors",
             fields.names(raw, "ignore"),
             frozenset[str]().union(*(_PLACES[key] for key in activations)),
             (note,) if activations else (),

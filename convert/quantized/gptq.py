@@ -81,7 +81,7 @@ class Gptq(Format):
         fields.absent(raw, "dynamic", "is_marlin_format")
         flag(raw, "sym", True)
         return cls(
-            f"GPTQ ({bits} bits)",
+            f"{bits}-bit GPTQ",
             group_size=fields.group_size(raw, 128),
             bits=bits,
             shift=1 if layout == "gptq" else 0,

@@ -13,15 +13,17 @@ import pytest
 
 import convert
 from convert import CheckpointError, manifest
+from support import quantized_files
 from support.checkpoints import make, raw_config, tensors, write
 from support.damage import Damage
 from support.damage_cases import CASES as SOURCE_CASES
 from support.damage_store_cases import STORE_CASES, largest_array
+from support.quantized_damage_cases import QUANTIZED, QUANTIZED_CASES
 
 # When a read fails, Orbax leaves other reads in flight, and their callbacks find the event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-CASES = SOURCE_CASES | STORE_CASES
+CASES = SOURCE_CASES | STORE_CASES | QUANTIZED_CASES
 OUTCOMES: list[bool] = []  # whether each damaged checkpoint was rejected
 
 
@@ -34,6 +36,9 @@ def bases(tmp_path_factory) -> dict[str, Path]:
         "tied": make(root / "tied", tie_word_embeddings=True),
     }
     made["store"] = convert.save(convert.load(made["single"]), root / "store")
+    for name, kind in QUANTIZED.items():
+        quantized_files.write(root / name, kind)
+        made[name] = root / name
     for directory in made.values():
         assert convert.load(directory).params  # each checkpoint loads before it is damaged
     return made

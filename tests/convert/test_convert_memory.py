@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import convert
-from support import gguf_files
+from support import gguf_files, quantized_files
 from support.checkpoints import BFLOAT16, hf_shapes, make, raw_config, write
 
 SIZES = {
@@ -47,7 +47,7 @@ print((high_water() - before) * 1024)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that makes one of four forms of an 84-million-weight model, each with a tiny sibling."""
+    """Return a function that makes one of five forms of an 84-million-weight model, each with a tiny sibling."""
     root = tmp_path_factory.mktemp("memory")
     forms = {"single": (np.float32, 1), "shards": (BFLOAT16, 3)}
 
@@ -63,6 +63,10 @@ def source(tmp_path_factory) -> Callable[[str], Path]:
             arrays = gguf_files.tensors(raw, {n: np.full(s, 0.5, np.float32) for n, s in hf_shapes(raw).items()})
             kinds = {name: gguf_files.Kind.Q8_0 for name, array in arrays.items() if array.ndim == 2}
             return gguf_files.write(root / "gguf.gguf", gguf_files.metadata(raw), arrays, kinds)
+        if form == "quantised":
+            for folder, sizes in ((root / "quantised", SIZES), (root / "quantised-small", {})):
+                quantized_files.write_zeros(folder, quantized_files.awq(), **sizes)
+            return root / "quantised"
         dtype, shards = forms[form]
         raw = raw_config(**SIZES)
         make(root / f"{form}-small", shards=shards)
@@ -72,12 +76,20 @@ def source(tmp_path_factory) -> Callable[[str], Path]:
 
 
 SLOW = pytest.mark.slow
-ALLOWED = {"single": 32, "shards": 32, "store": 96, "gguf": 32}  # MiB in addition to the arrays and one more array
+ALLOWED = {
+    "single": 32,
+    "shards": 32,
+    "store": 96,
+    "gguf": 32,
+    "quantised": 64,
+}  # MiB in addition to the arrays and one more array
 
 
 @pytest.mark.parametrize("target", ["", pytest.param("orbax", marks=SLOW), pytest.param("hf", marks=SLOW)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
-@pytest.mark.parametrize("form", ["shards", *(pytest.param(form, marks=SLOW) for form in ("single", "store", "gguf"))])
+@pytest.mark.parametrize(
+    "form", ["shards", *(pytest.param(form, marks=SLOW) for form in ("single", "store", "gguf", "quantised"))]
+)
 def test_peak_memory_is_bounded(source, tmp_path, capsys, form, dtype, target):
     shapes = convert.shapes(convert.read_config(source(form))).values()
     item = np.dtype(BFLOAT16 if dtype == "bfloat16" else np.float32).itemsize

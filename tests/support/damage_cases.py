@@ -245,7 +245,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "bias by mistake": ("single", config(attention_bias=True), "lacks .*bias"),
     "mlp bias by mistake": ("single", config(mlp_bias=True), "lacks .*bias"),
     "another architecture": ("single", config(model_type="qwen2"), "model_type is 'qwen2'"),
-    "quantised": ("single", config(quantization_config={"quant_method": "gptq"}), "quantization_config is"),
+    "quantised": ("single", config(quantization_config={"quant_method": "aqlm"}), "quantization_config is"),
     "longrope": ("single", config(rope_parameters={"rope_type": "longrope"}), "'longrope' is not supported"),
     # no safetensors
     **{

@@ -14,7 +14,7 @@ import numpy as np
 
 from support import checkpoints
 
-# Dimensions that all formats can store: multiples of 8 outputs and of two groups of 16 inputs, not all of them powers of 2.
+# Sizes that all formats can store: multiples of 8 outputs and of 16 inputs, not all of them powers of 2.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 96}
 GROUP = 16
 Packed = tuple[dict[str, np.ndarray], np.ndarray]  # the parts of a matrix, and its values in float64
@@ -30,7 +30,9 @@ class Kind:
     quantizes_head: bool = False
 
 
-def write(directory: Path, kind: Kind, shards: int = 1, dtype: Any = np.float16, **changes: Any) -> dict[str, np.ndarray]:
+def write(
+    directory: Path, kind: Kind, shards: int = 1, dtype: Any = np.float16, **changes: Any
+) -> dict[str, np.ndarray]:
     """Write a random model, and return its Hugging Face weights in float64."""
     raw = checkpoints.raw_config(**SIZES | changes)
     rng = np.random.default_rng(1)
@@ -38,6 +40,7 @@ def write(directory: Path, kind: Kind, shards: int = 1, dtype: Any = np.float16,
     stored: dict[str, np.ndarray] = {}
     weights: dict[str, np.ndarray] = {}
     for name, array in plain.items():
+        array = array + dtype(1) if name.endswith("norm.weight") else array
         is_outer = name.startswith("model.embed") or (name == "lm_head.weight" and not kind.quantizes_head)
         if array.ndim != 2 or is_outer:
             stored[name], weights[name] = array, array.astype(np.float64)
@@ -46,6 +49,20 @@ def write(directory: Path, kind: Kind, shards: int = 1, dtype: Any = np.float16,
         stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
     checkpoints.write(directory, raw | {"quantization_config": kind.section}, stored, shards)
     return weights
+
+
+def write_zeros(directory: Path, kind: Kind, **changes: Any) -> None:
+    """Write a model of any size in which every matrix of a shape is the same, made of zeros from a small matrix."""
+    raw = checkpoints.raw_config(**SIZES | changes)
+    stored: dict[str, np.ndarray] = {}
+    for name, shape in checkpoints.hf_shapes(raw).items():
+        if len(shape) == 2 and ".layers." in name:
+            for part, array in kind.pack((32, 32), np.random.default_rng(0))[0].items():
+                grown = (array.shape[0] * shape[1] // 32, array.shape[1] * shape[0] // 32)
+                stored[f"{name.removesuffix('weight')}{part}"] = np.zeros(grown, array.dtype)
+        else:
+            stored[name] = np.zeros(shape, np.float16)
+    checkpoints.write(directory, raw | {"quantization_config": kind.section}, stored)
 
 
 def _words(values: np.ndarray, bits: int, axis: int, order: list[int] | None = None) -> np.ndarray:
@@ -70,8 +87,8 @@ def _formula(values: np.ndarray, zeros: Any, scales: np.ndarray, groups: np.ndar
     return dense
 
 
-def _scales(shape: tuple[int, ...], rng: np.random.Generator, dtype: Any = np.float16) -> np.ndarray:
-    return rng.uniform(0.005, 0.02, shape).astype(dtype)
+def _scales(shape: tuple[int, ...], rng: np.random.Generator, dtype: Any = np.float16, bits: int = 4) -> np.ndarray:
+    return (rng.uniform(0.08, 0.32, shape) / (1 << bits)).astype(dtype)
 
 
 def awq(group_size: int = GROUP) -> Kind:
@@ -94,7 +111,9 @@ def awq(group_size: int = GROUP) -> Kind:
     return Kind(section | {"modules_to_not_convert": None}, pack)
 
 
-def gptq(bits: int = 4, group_size: int = GROUP, layout: str = "gptq", sym: bool = False, desc_act: bool = False) -> Kind:
+def gptq(
+    bits: int = 4, group_size: int = GROUP, layout: str = "gptq", sym: bool = False, desc_act: bool = False
+) -> Kind:
     """GPTQ. With `desc_act`, columns are in groups in a random order."""
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
@@ -104,7 +123,7 @@ def gptq(bits: int = 4, group_size: int = GROUP, layout: str = "gptq", sym: bool
         values = rng.integers(0, 1 << bits, shape)
         zeros = rng.integers(minus, 1 << bits, (rows, columns // size))
         zeros = np.full_like(zeros, 1 << (bits - 1)) if sym else zeros
-        scales = _scales(zeros.shape, rng)
+        scales = _scales(zeros.shape, rng, bits=bits)
         groups = np.arange(columns) // size
         groups = rng.permutation(groups) if desc_act else groups
         parts = {
@@ -133,7 +152,7 @@ def _blocks(values: np.ndarray, scales: np.ndarray, height: int, width: int) -> 
 
 
 def fp8(block: list[int] | None = None, scheme: str = "dynamic") -> Kind:
-    """transformers' FP8. Without `block`, a matrix has one scale."""
+    """The FP8 of transformers. Without `block`, a matrix has one scale."""
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
         height, width = block or shape
@@ -162,7 +181,7 @@ def packed(bits: int = 4, strategy: str = "group", symmetric: bool = True, actor
         size, offset = GROUP if strategy == "group" else columns, 1 << (bits - 1)
         values = rng.integers(-offset, offset, shape)
         zeros = rng.integers(-offset, offset, (rows, columns // size)) * (not symmetric)
-        scales, groups = _scales(zeros.shape, rng, checkpoints.BFLOAT16), np.arange(columns) // size
+        scales, groups = _scales(zeros.shape, rng, checkpoints.BFLOAT16, bits), np.arange(columns) // size
         parts = {
             "weight_packed": _words(values + offset, bits, 1),
             "weight_scale": scales,
@@ -188,7 +207,7 @@ def integers(form: str = "int-quantized", strategy: str = "channel", symmetric: 
         size, offset = GROUP if strategy == "group" else columns, 1 << (bits - 1)
         values = rng.integers(-offset, offset, shape)
         zeros = rng.integers(-offset, offset, (rows, columns // size)) * (not symmetric)
-        scales = _scales(zeros.shape, rng, checkpoints.BFLOAT16)
+        scales = _scales(zeros.shape, rng, checkpoints.BFLOAT16, bits)
         if strategy == "tensor":
             scales, zeros = scales[:1], zeros[:1]
         parts = {"weight": values.astype(np.int8), "weight_scale": scales[:, 0] if strategy == "tensor" else scales}
