@@ -27,7 +27,8 @@ def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | Non
     Args:
         source: the directory, the GGUF file, or a Hugging Face repo id `org/model`.
         dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. Nearly all GGUF
-            files are quantised or mix dtypes. For such files, None means float32, which represents every value.
+            files are quantised or mix dtypes. For such files and for quantised safetensors, None means float32, which
+            represents every value.
         revision: branch, tag or commit of a Hugging Face repo.
 
     Raises:

@@ -77,11 +77,17 @@ def _own_layout(directory: Path) -> str | None:
 def _quantised(directory: Path) -> str | None:
     """Return the message for quantised weights whose method is described in a file beside config.json."""
     for name, method in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
-        if (directory / name).exists():
-            return (
-                f"{directory} holds weights quantised with {method} ({name}), which are not read; choose the "
-                "unquantised checkpoint that they were made from."
-            )
+        if not (directory / name).exists():
+            continue
+        found = _names(directory, "*.safetensors")
+        advice = (
+            "rename the file to model.safetensors, and describe the weights in config.json by a quantization_config "
+            f"with quant_method {method.lower()!r} and the fields of {name} (bits, group_size)"
+            if len(found) == 1
+            else "choose a checkpoint whose config.json has a quantization_config"
+        )
+        held = listing(found) or "no *.safetensors file"
+        return f"{directory} holds weights quantised with {method} in the layout of old programs ({held}); {advice}."
     return None
 
 

@@ -42,22 +42,7 @@ class PackedTensor(QuantizedTensor):
             zeros = np.full((1, scales.shape[1]), 1 << (self.bits - 1))
         else:
             zeros = unpacked_rows(point, start, stop, self.bits)
-        return QuantizedRows(values, scales, zeros, self._groups(scales.shape[1]))
-
-    def _groups(self, count: int) -> np.ndarray:
-        in_order = self.grid.groups(self.shape[1])
-        index = self.parts.get("weight_g_idx")
-        if index is None:
-            return in_order
-        groups = index.read_part(...)
-        if (groups == -1).all():  # the index was never set
-            return in_order
-        if not np.array_equal(np.sort(groups), in_order):
-            raise CheckpointError(
-                f"{index.name} in {index.file} does not name each of {count} groups equally often; download the file "
-                "again."
-            )
-        return groups
+        return QuantizedRows(values, scales, zeros, self.grid.groups(self.shape[1], self.parts.get("weight_g_idx")))
 
 
 @dataclasses.dataclass(frozen=True)

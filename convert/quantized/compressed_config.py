@@ -1,6 +1,7 @@
 """Parsing of the section that compressed-tensors writes into config.json."""
 
 import dataclasses
+import reprlib
 from collections.abc import Iterator
 from typing import cast
 
@@ -86,7 +87,9 @@ def _groups(raw: Fields) -> Iterator[Fields]:
 
 def _object(value: Json, name: str) -> Fields:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{name} is {value!r}; expected an object, as in the model's own config.json.")
+        raise CheckpointError(
+            f"{name} is {reprlib.repr(value)}; expected an object, as in the model's own config.json."
+        )
     return value
 
 

@@ -1,5 +1,6 @@
 """Access to the fields of a quantisation section in config.json."""
 
+import reprlib
 from typing import cast
 
 from convert.errors import CheckpointError
@@ -12,8 +13,9 @@ def one_of(raw: Fields, key: str, supported: tuple[Json, ...], default: Json = N
     value = default if raw.get(key) is None else raw[key]
     value = value.lower() if isinstance(value, str) else value
     if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in supported):
+        known = ", ".join(map(repr, supported))
         raise CheckpointError(
-            f"{key} is {value!r}; only {', '.join(map(repr, supported))} can be read, so choose another checkpoint."
+            f"{key} is {reprlib.repr(value)}; only {known} can be read, so choose another checkpoint."
         )
     return value
 
@@ -38,7 +40,7 @@ def names(raw: Fields, key: str) -> frozenset[str]:
     value = raw.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise CheckpointError(
-            f"{key} is {value!r}; expected a list of module names, as in the model's own config.json."
+            f"{key} is {reprlib.repr(value)}; expected a list of module names, as in the model's own config.json."
         )
     return frozenset(cast("list[str]", value))
 

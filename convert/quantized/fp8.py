@@ -4,6 +4,7 @@ Despite its name, ``weight_scale_inv`` is what a stored weight is multiplied by.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import ClassVar, Self, cast
 
@@ -61,6 +62,8 @@ def block_grid(raw: Fields, key: str, default: list[int] | None = None) -> Grid:
         return Grid(None, None)
     sizes = value if isinstance(value, list) else []
     if len(sizes) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise CheckpointError(f"{key} is {value!r}; expected two positive integers, as in the model's own config.json.")
+        raise CheckpointError(
+            f"{key} is {reprlib.repr(value)}; expected two positive integers, as in the model's own config.json."
+        )
     height, width = cast("list[int]", sizes)
     return Grid(height, width)

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from convert.errors import CheckpointError
 from convert.quantized.base import QuantizedRows, QuantizedTensor
 from convert.safetensors_reader import Tensor
 
@@ -24,9 +25,27 @@ class Grid:
         """Return the number of blocks along each axis of a matrix ``[rows, columns]``."""
         return -(-rows // (self.height or rows)), -(-columns // (self.width or columns))
 
-    def groups(self, columns: int) -> np.ndarray:
-        """Return the index of each column's block."""
-        return np.arange(columns) // (self.width or columns)
+    def groups(self, columns: int, index: Tensor | None = None) -> np.ndarray:
+        """Return the index of each column's block.
+
+        Args:
+            index: the tensor ``weight_g_idx`` that names these indices, if the columns are out of order.
+
+        Raises:
+            CheckpointError: `index` does not hold each index as often as columns in order would.
+        """
+        in_order = np.arange(columns) // min(self.width or columns, columns)
+        if index is None:
+            return in_order
+        groups = index.read_part(...)
+        if (groups == -1).all():  # the index was never set
+            return in_order
+        if not np.array_equal(np.sort(groups), in_order):
+            raise CheckpointError(
+                f"{index.name} in {index.file} does not name each of {in_order[-1] + 1} groups equally often; download "
+                "the file again."
+            )
+        return groups
 
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
         """Return the entries of `tensor`, which has one for each block, for the rows from `start` to `stop`."""
@@ -34,12 +53,12 @@ class Grid:
             return tensor.read_part(...).reshape(1, -1)
         first = start // self.height
         entries = tensor.read(slice(first, -(-stop // self.height)))
-        return entries[np.arange(start, stop) // self.height - first]
+        return entries[np.arange(start, stop) // min(self.height, stop) - first]
 
 
 @dataclasses.dataclass(frozen=True)
 class GridTensor(QuantizedTensor):
-    """A matrix whose parts are "weight", `scale` and perhaps "weight_zero_point"."""
+    """A matrix whose parts are "weight", `scale` and perhaps "weight_zero_point" and "weight_g_idx"."""
 
     scale: str
     grid: Grid
@@ -49,4 +68,4 @@ class GridTensor(QuantizedTensor):
         scales = self.grid.read(self.parts[self.scale], start, stop)
         point = self.parts.get("weight_zero_point")
         zeros = None if point is None else self.grid.read(point, start, stop)
-        return QuantizedRows(values, scales, zeros, self.grid.groups(self.shape[1]))
+        return QuantizedRows(values, scales, zeros, self.grid.groups(self.shape[1], self.parts.get("weight_g_idx")))

@@ -1,5 +1,6 @@
 """Errors name an unreadable file's format and a remedy that works; only damaged files are called damaged."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from safetensors.numpy import save_file
 
 import convert
 from convert import CheckpointError, other_formats, parse_config
-from support import gguf_files
+from support import gguf_files, quantized_files
 from support.checkpoints import make, raw_config, tensors
+from support.damage import edit_json
 
 
 def files(*names, config=True):
@@ -67,8 +69,18 @@ FOLDERS = {
     "ONNX": (files("model.onnx", "model.onnx_data"), "in the format of ONNX"),
     "OpenVINO": (files("openvino_model.bin", "openvino_model.xml"), "in the format of OpenVINO"),
     "distributed": (plain("__0_0.distcp", ".metadata"), "PyTorch distributed checkpoint"),
-    "GPTQ of old": (files("gptq_model-4bit-128g.safetensors", "quantize_config.json"), "weights quantised with GPTQ"),
-    "AWQ of old": (files("awq_model_w4_g128.safetensors", "quant_config.json"), "quantised with AWQ"),
+    "GPTQ of old": (
+        files("gptq_model-4bit-128g.safetensors", "quantize_config.json"),
+        r"weights quantised with GPTQ in .* \(gptq_model-4bit-128g.safetensors\); rename the file to model.safetensors",
+    ),
+    "AWQ of old": (
+        files("awq_model_w4_g128.safetensors", "quant_config.json"),
+        "quantised with AWQ .* rename the file to model.safetensors, .* quant_method 'awq'",
+    ),
+    "GPTQ as a pickle": (
+        files("gptq_model-4bit-128g.bin", "quantize_config.json"),
+        r"quantised with GPTQ .*no \*.safetensors file\); choose a checkpoint whose config.json has a quantiz",
+    ),
     "pickles": (files("pytorch_model.bin"), r"`AutoModelForCausalLM.from_pretrained\(SRC\).save_pretrained\(DST\)`"),
     "pickles in parts": (files("pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"), "AutoModelFor"),
     "pickles among other programs'": (
@@ -160,6 +172,23 @@ def test_quantisation_method_is_reported_before_file_names(tmp_path):
     (folder / "model.safetensors").rename(folder / "output.safetensors")
     with pytest.raises(CheckpointError, match="quantised with ExLlamaV2"):
         convert.load(folder)
+
+
+def test_following_advice_on_old_gptq_works(tmp_path):
+    kind = quantized_files.KINDS["GPTQ"]
+    quantized_files.write(tmp_path / "x", kind)
+    expected = convert.load(tmp_path / "x").params
+    edit_json("config.json", lambda raw: raw.pop("quantization_config"))(tmp_path / "x")
+    (tmp_path / "x" / "quantize_config.json").write_text(json.dumps(kind.section))
+    (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "gptq_model-4bit-16g.safetensors")
+    with pytest.raises(CheckpointError, match=r"rename the file to model\.safetensors, and describe the weights"):
+        convert.load(tmp_path / "x")
+    (tmp_path / "x" / "gptq_model-4bit-16g.safetensors").rename(tmp_path / "x" / "model.safetensors")
+    section = json.loads((tmp_path / "x" / "quantize_config.json").read_text())
+    section["quant_method"] = "gptq"
+    edit_json("config.json", lambda raw: raw.update(quantization_config=section))(tmp_path / "x")
+    for name, array in convert.load(tmp_path / "x").params.items():
+        np.testing.assert_array_equal(array, expected[name])
 
 
 def test_following_advice_on_pickles_works(tmp_path):

@@ -263,8 +263,8 @@ def test_compressed_tensors_agrees(tmp_path, name):
 
 CHANGES = {
     "cut": lambda array: array[:-1] if array.ndim else array.reshape(1, 1),
-    # A square matrix is cut, because its transpose has the same shape.
-    "transpose": lambda array: np.ascontiguousarray(array.T if len({*array.shape}) > 1 else array[..., :-1]),
+    # The transpose of a square matrix has the same shape.
+    "transpose": lambda array: np.ascontiguousarray(array.T if len({*array.shape}) > 1 else array.reshape(1, 1, -1)),
     "flatten": lambda array: array.reshape(-1),
     "double": lambda array: np.stack([array, array], axis=-1),
     "float32": lambda array: array.astype(np.float32),

@@ -199,7 +199,13 @@ def packed(bits: int = 4, strategy: str = "group", symmetric: bool = True, actor
     return Kind(_section("pack-quantized", weights | {"actorder": actorder}), pack)
 
 
-def integers(form: str = "int-quantized", strategy: str = "channel", symmetric: bool = True, bits: int = 8) -> Kind:
+def integers(
+    form: str = "int-quantized",
+    strategy: str = "channel",
+    symmetric: bool = True,
+    bits: int = 8,
+    actorder: str | None = None,
+) -> Kind:
     """compressed-tensors "int-quantized" or "naive-quantized", of activations that are int8 too."""
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
@@ -213,11 +219,14 @@ def integers(form: str = "int-quantized", strategy: str = "channel", symmetric: 
         parts = {"weight": values.astype(np.int8), "weight_scale": scales[:, 0] if strategy == "tensor" else scales}
         if not symmetric:
             parts["weight_zero_point"] = zeros.astype(np.int8).reshape(parts["weight_scale"].shape)
-        shown = np.broadcast_to(scales.astype(np.float64), (rows, scales.shape[1]))
-        return parts, _formula(values, zeros, shown, np.arange(columns) // size)
+        shown, groups = np.broadcast_to(scales.astype(np.float64), (rows, scales.shape[1])), np.arange(columns) // size
+        if actorder == "group":
+            groups = rng.permutation(groups)
+            parts["weight_g_idx"] = groups.astype(np.int32)
+        return parts, _formula(values, zeros, shown, groups)
 
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
-    weights["group_size"] = GROUP if strategy == "group" else None
+    weights |= {"group_size": GROUP if strategy == "group" else None, "actorder": actorder}
     return Kind(_section(form, weights, {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}), pack)
 
 
@@ -253,6 +262,7 @@ KINDS: dict[str, Kind] = {
     "GPTQ v2, 8 bits, desc_act": gptq(8, layout="gptq_v2", desc_act=True),
     "FP8 in blocks": fp8([32, 24]),
     "FP8 in blocks of 128": fp8([128, 128]),
+    "FP8 in blocks larger than all": fp8([10**30, 10**30]),
     "FP8": fp8(),
     "FP8, static": fp8(scheme="static"),
     "packed": packed(),
@@ -267,6 +277,7 @@ KINDS: dict[str, Kind] = {
     "int8, tensor": integers(strategy="tensor"),
     "int8, tensor, asymmetric": integers(strategy="tensor", symmetric=False),
     "int8, group": integers(strategy="group"),
+    "int8, group, actorder": integers(strategy="group", actorder="group"),
     "int8, asymmetric": integers(symmetric=False),
     "naive int8": integers("naive-quantized"),
     "naive int4, group, asymmetric": integers("naive-quantized", "group", symmetric=False, bits=4),
