@@ -146,6 +146,23 @@ class Embed(nnx.Module):
             return parts
         return jnp.take(parts[0], tokens, axis=1), None if parts[1] is None else jnp.take(parts[1], tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that it holds."""
+        return self.weight.shape[1] if self.packed is None else sum(part.out_size for part in self.packed)
+
+    def select(self, tokens: ArrayLike) -> "Embed":
+        """Return an output head that holds only the distinct ``tokens[D]``, as they are stored here."""
+        head: Embed = jax.tree.map(_same, self)  # a copy of the tree
+        if self.packed is not None:
+            head.packed = nnx.data(nnx.List(select(self.packed, tokens)))
+            return head
+        weight, scale = self._of(tokens)
+        head.weight.set_value(weight)
+        if head.scale is not None and scale is not None:
+            head.scale.set_value(scale)
+        return head
+
     def logits(self, x: Array, tokens: ArrayLike | None = None) -> Array:
         """Return logits ``float32[B, S, V]`` for hidden states ``[B, S, E]``; ``[B, S, D]`` for ``tokens[D]``."""
         if self.packed is not None:
@@ -203,6 +220,10 @@ def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: 
     """Compute the same as `jspec.models.kernels.add_norm.project_add_norm`, for any shape and dtype."""
     x = x + _project(weight, None, inner)
     return x, _rms_norm(x, gamma, eps)
+
+
+def _same(leaf: Array) -> Array:
+    return leaf
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
@@ -215,14 +216,24 @@ def set_weight(module: Linear | Embed, weight: Array) -> None:
     module.packed = nnx.static(None)
 
 
+def with_outputs(model: Llama, tokens: ArrayLike) -> Llama:
+    """Return a copy of `model` that computes only the logits ``[B, S, D]`` of the distinct ``tokens[D]``.
+
+    The copy shares all weights except the output head, even if the head of `model` is its embedding.
+    """
+    copy = jax.tree.map(_same, model)
+    copy.lm_head = nnx.data(model.head.select(tokens))
+    return copy
+
+
 def widened(model: Llama) -> Llama:
     """Return a copy of `model` with packed matrices widened to its dtype. The copy shares all other weights."""
-
-    def same(leaf: Array) -> Array:
-        return leaf
-
-    model = jax.tree.map(same, model)  # a copy of the tree
+    model = jax.tree.map(_same, model)  # a copy of the tree
     for module in matrices(model).values():
         if module.packed is not None:
             set_weight(module, widen(module.packed).T.astype(model.dtype))
     return model
+
+
+def _same(leaf: Array) -> Array:
+    return leaf

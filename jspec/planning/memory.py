@@ -10,7 +10,7 @@ from convert.config import LlamaConfig
 from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
 
-_FLOAT32 = 4
+_FLOAT32, _HEAD = 4, "lm_head.weight"
 # Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
 # layer keeps the larger of two sets of arrays: the scores ``[B, H, P, P]``, both in float32 and in the dtype of the
@@ -25,16 +25,18 @@ class Weights:
     Attributes:
         itemsize: the number of bytes per value in weights, activations and cache.
         quantized: whether matrices are int8 with a float32 scale per output channel. See `jspec.models.quantize`.
+        num_outputs: the number of tokens in the output head, which is then separate from the embedding; None for all.
     """
 
     config: LlamaConfig
     itemsize: int
     quantized: bool = False
+    num_outputs: int | None = None
 
     @property
     def bytes(self) -> int:
         """The size of all weights, in bytes."""
-        return sum(map(self._bytes, shapes(self.config).values()))
+        return sum(map(self._bytes, self._shapes().values()))
 
     @property
     def bytes_read(self) -> int:
@@ -66,8 +68,13 @@ class Weights:
         return math.prod(shape) * self.itemsize
 
     def _read(self) -> list[tuple[int, ...]]:
-        unread = () if self.config.tie_word_embeddings else ("embed_tokens.weight",)
-        return [shape for name, shape in shapes(self.config).items() if name not in unread]
+        stored = self._shapes()
+        unread = ("embed_tokens.weight",) if _HEAD in stored else ()
+        return [shape for name, shape in stored.items() if name not in unread]
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        head = {} if self.num_outputs is None else {_HEAD: (self.num_outputs, self.config.hidden_size)}
+        return shapes(self.config) | head
 
 
 @dataclasses.dataclass(frozen=True)

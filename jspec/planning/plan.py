@@ -109,7 +109,7 @@ def plan(
 
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
-            configuration is read or downloaded. A model counts as int8 if it is quantised.
+            configuration is read or downloaded. A model counts as it is, quantised or with a reduced vocabulary.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype.
         batch: the number of sequences decoded at once.
@@ -190,7 +190,8 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 def _weights(source: object, device: Device) -> Weights:
     itemsize = dtypes.parse(device.dtype).itemsize
     if isinstance(source, Llama):
-        return Weights(source.config, itemsize, source.embed_tokens.scale is not None)
+        num_outputs = None if source.lm_head is None else source.lm_head.num_tokens
+        return Weights(source.config, itemsize, source.embed_tokens.scale is not None, num_outputs)
     if isinstance(source, str | Path):
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import Array
 
 from convert.generation_config import SamplingDefaults
+from jspec.drafters.draft_vocabulary import draft_ids_of
 from jspec.drafters.heads.eagle_module import Eagle, EagleConfig
 from jspec.models.layers import einsum
 from jspec.models.llama import Llama
@@ -53,9 +54,7 @@ def features(depth: int) -> tuple[int, ...]:
 def share_head(head: Eagle, target: Llama, draft_ids: np.ndarray) -> None:
     """Copy the columns for `draft_ids` from the target's output head to `head`."""
     assert head.lm_head is not None and head.draft_ids is not None
-    known = np.full(target.config.vocab_size, len(draft_ids), np.int32)
-    known[draft_ids] = np.arange(len(draft_ids))
-    head.draft_ids.set_value(jnp.asarray(known))
+    head.draft_ids.set_value(draft_ids_of(draft_ids, target.config.vocab_size))
     head.lm_head.weight.set_value(target.head.wide(draft_ids))
 
 

@@ -126,6 +126,11 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
         raise ValueError(
             f"PassDrafter has {len(drafter.embeddings)} vectors, but depth is {depth}; use at least as many vectors."
         )
+    if isinstance(drafter, ModelDrafter) and drafter.draft_ids is not None:
+        raise ValueError(
+            "The drafter has a reduced vocabulary and cannot be trained; train the original model, and reduce its "
+            "vocabulary afterwards."
+        )
     if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(drafter)):
         raise ValueError("The drafter is int8 and cannot be trained; load it without quantising.")
     length = {} if own_tree(drafter) else {"num_draft_tokens": depth}

@@ -91,7 +91,7 @@ def models(**details):
     return target, toys.tiny_llama(11, 1, related_to=target, **details)
 
 
-NAMES = ("model", "eagle 3", "fallback", "recycling", "several")
+NAMES = ("model", "eagle 3", "fallback", "recycling", "several", "few tokens")
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "bfloat16", *NAMES])

@@ -353,6 +353,34 @@ def test_packed_cannot_be_combined_with_int8_or_sharding(file, option):
 
 
 @needs_compiler
+@pytest.mark.parametrize("tied", [False, True])
+def test_reduced_vocabulary_has_the_bits_of_the_whole_one(tmp_path, file, tied):
+    if tied:
+        raw = gguf_files.RAW | {"num_hidden_layers": 1, "tie_word_embeddings": True}
+        arrays = gguf_files.tensors(raw, checkpoints.tensors(raw))
+        rows, _ = stored_rows("Q6_K", *arrays["token_embd.weight"].shape)
+        file = gguf_files.write(
+            tmp_path / "tied.gguf",
+            gguf_files.metadata(raw),
+            arrays | {"token_embd.weight": rows},
+            {"token_embd.weight": Kind.Q6_K},
+        )
+    model = jspec.load(file, packed=True)
+    size, rng = model.config.vocab_size, np.random.default_rng(0)
+    drafter = jspec.ModelDrafter.with_vocabulary(model, rng.permutation(size)[: size // 3])
+    assert [part.format for part in drafter.model.head.packed] == ["Q6_K" if tied else "Q4_0"]
+    tokens = rng.integers(0, size, (2, 9), np.int32)
+    whole, few = (np.asarray(jax.jit(lambda m, t: m(t))(m, tokens)) for m in (model, drafter.model))
+    ids = np.argsort(drafter.draft_ids, kind="stable")[: size // 3]
+    np.testing.assert_array_equal(few, whole[..., ids])
+    options = {"max_new_tokens": 12, "accept": "coupled"}
+    batch = tokens, np.array([9, 4]), jax.random.split(jax.random.key(0), 2)
+    out = jspec.speculative_generate(model, drafter, *batch, num_draft_tokens=3, **options)
+    np.testing.assert_array_equal(out.tokens, jspec.generate(model, *batch, max_new_tokens=12).tokens)
+    assert out.stats.accepted.sum() > 0
+
+
+@needs_compiler
 def test_greedy_text_does_not_depend_on_drafting_or_batching(file):
     model = jspec.load(file, packed=True)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (5, 6), np.int32)

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jspec
 from bench import abstract
-from bench.pairs import SHAPES, llama
+from bench.pairs import SHAPES, llama, weight_bytes
 from jspec.core.sampling import SamplingParams
 from jspec.decoding.program import start
 from jspec.drafters.draft_length import Fixed
@@ -39,6 +39,18 @@ def test_weight_and_cache_sizes_match_model(details, quantized):
     assert weights.bytes == nbytes(nnx.state(model))
     assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is a separate matrix
     assert weights.cache_bytes(3, 64) == nbytes(model.new_cache(3, 64))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
+def test_reduced_vocabulary_counts_as_separate_head(tied, quantized):
+    model = toys.tiny_llama(0, tie_word_embeddings=tied)
+    model = jspec.ModelDrafter.with_vocabulary(jspec.quantize(model) if quantized else model, [1, 5, 3]).model
+    weights = Weights(model.config, 4, quantized, 3)
+    assert weights.bytes == nbytes(nnx.state(model))
+    assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens)) == weight_bytes(model)
+    plan, halves = jspec.plan(toys.tiny_llama(0), model, device="h100"), dataclasses.replace(weights, itemsize=2)
+    assert plan.draft.footprint.weights - plan.plain_footprint.weights == halves.bytes
 
 
 def test_tied_embedding_counts_as_head():

@@ -1,7 +1,10 @@
 """Programs for every drafter, rule, draft length, draft dtype and batch size: all, or a few that cover every pair."""
 
 import dataclasses
+import functools
 import itertools
+
+import jax
 
 import jspec
 from bench import abstract
@@ -73,7 +76,9 @@ def program(one, dtype="bfloat16", **sizes):
     target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
     sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
     kind, of, branching = drafter.partition(" of ")
-    made = drafters.make(branching if kind in ("tree", "search") and of else drafter, target, draft)
+    base = branching if kind in ("tree", "search") and of else drafter
+    make = functools.partial(drafters.make, base, target)
+    made = jax.eval_shape(make, draft) if base == "few tokens" else make(draft)  # it copies rows of the draft's head
     if kind == "tree":
         made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)), replacement=rule.independent)
     elif kind == "search":

@@ -157,6 +157,17 @@ def with_rows_of_the_target(kind):
     return bool(one.stats.accepted.sum()) and np.array_equal(one.tokens, other.tokens)
 
 
+def with_few_tokens(kind):
+    """Return whether a divided draft model with few tokens stays divided, and gives one device's output."""
+    mesh, tokens = mesh_of((1, 2), kind), [6, 1, 3]
+    target, draft = (placed(model, jspec.tensor_parallel(mesh)) for model in (TARGET, DRAFT))
+    drafter = jspec.ModelDrafter.with_vocabulary(draft, tokens)
+    one = jax.device_get(decode((TARGET, jspec.ModelDrafter.with_vocabulary(DRAFT, tokens)), request()))
+    other = jax.device_get(decode((target, drafter), request()))
+    divided = drafter.model.head.weight[...].addressable_shards[0].data.shape == (8, 3)
+    return divided and bool(one.stats.accepted.sum()) and np.array_equal(one.tokens, other.tokens)
+
+
 def loaded(kind):
     """Return how a quantized draft's weights are divided, and check that they equal those of one device."""
     model = jspec.load(PAIR / "draft", quantize="int8", sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
@@ -258,6 +269,8 @@ QUICK = {
     "loaded: automatic": functools.partial(loaded, AUTO),
     "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
     "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
+    "head: few tokens, explicit": functools.partial(with_few_tokens, EXPLICIT),
+    "head: few tokens, automatic": functools.partial(with_few_tokens, AUTO),
     "refused: no such axis": lambda: jspec.tensor_parallel(mesh_of((1, 2), AUTO), "tensor") and None,
     "refused: no sharding": lambda: refused(P()),
     "refused: gives none": lambda: refused(lambda name, shape: P()),

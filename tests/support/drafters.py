@@ -59,6 +59,7 @@ _MAKERS = {
         RetrievalDrafter.from_tokens(corpus[:v], v, 1, 1),
         MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
     ),
+    "few tokens": lambda target, draft, corpus, v: ModelDrafter.with_vocabulary(draft, np.arange(0, v, 2)[::-1]),
 }
 NAMES = tuple(_MAKERS)
 HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those with trained weights, here random

@@ -13,6 +13,7 @@ from jax import Array
 from convert.config import LlamaConfig
 from convert.heads.eagle.config import EagleConfig, EagleOrigin
 from jspec.core.tree import Branches
+from jspec.drafters.draft_vocabulary import spread_logits
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm
@@ -137,8 +138,7 @@ class Eagle(nnx.Module):
         found = self.draft_logits(states, target)
         if self.draft_ids is None:
             return found
-        room = jnp.pad(found, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
-        return jnp.take(room, self.draft_ids[...], axis=-1)
+        return spread_logits(found, self.draft_ids[...])
 
     def draft_logits(self, states: Array, target: Llama) -> Array:
         """Return the logits of the tokens that the head can draft, ``float32[B, S, D]``."""

@@ -1,23 +1,25 @@
 """A separate, smaller language model as the drafter, with its own KV cache."""
 
+import dataclasses
 from pathlib import Path
 from typing import Self
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jspec.core.tree import Branches, Level, Tree
 from jspec.core.types import Draft, PyTree, Verdict, pytree
 from jspec.drafters.base import Context, Drafter, declared, kind_of, own_tree
 from jspec.drafters.capabilities import embeddings_of, features_of, num_top_tokens_of
+from jspec.drafters.draft_vocabulary import checked_vocabulary, draft_ids_of, spread_logits
 from jspec.drafters.drafts import last_tokens
 from jspec.drafters.duck_typed import adapted
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, keep, prefill
 from jspec.models.language_model import LanguageModel, vocab_size_of
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, with_outputs
 from jspec.models.load import load, save
 
 
@@ -26,10 +28,40 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     """A drafter that runs a draft model (Leviathan et al. 2023, section 2).
 
     Attributes:
-        model: any `jspec.Llama` with the target's vocabulary.
+        model: any `jspec.Llama` with the target's vocabulary. With a reduced vocabulary, its output head holds only the
+            tokens that can be drafted.
+        draft_ids: None, or with a reduced vocabulary ``int32[V]``: each token's index in the model's output head. It is
+            set by `with_vocabulary`.
     """
 
     model: Llama
+    draft_ids: Array | None = dataclasses.field(default=None, kw_only=True)
+
+    @classmethod
+    def with_vocabulary(cls, model: Llama, tokens: ArrayLike) -> Self:
+        """Return a drafter that drafts only the given tokens, with a copy of only their part of the output head.
+
+        In the draft, all other tokens have probability 0. Output distributions do not change, but acceptance rates drop
+        by the target's probability of the other tokens. `jspec.drafters.frequent_tokens` chooses tokens.
+
+        Args:
+            model: the draft model, packed or not. To draft in int8, quantise it first.
+            tokens: the distinct token ids ``int[D]`` that can be drafted. Without the EOS ids, the drafter never
+                drafts the end of a text.
+
+        Raises:
+            TypeError: `model` is not a model.
+            ValueError: there are no tokens, a token occurs twice, token ids are outside the vocabulary, or the
+                vocabulary of `model` is already reduced.
+        """
+        size = vocab_size_of("model", model)
+        if model.head.num_tokens != size:
+            raise ValueError(
+                f"The model's output head holds {model.head.num_tokens} of {size} tokens, so its vocabulary is already "
+                "reduced; pass the original model."
+            )
+        tokens = checked_vocabulary(tokens, size)
+        return cls(with_outputs(model, tokens), draft_ids=draft_ids_of(tokens, size))
 
     @classmethod
     def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
@@ -46,8 +78,13 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         Raises:
             convert.CheckpointError: `path` exists or cannot be written, or no config.json can describe the model
                 (Qwen2).
-            ValueError: the model is int8.
+            ValueError: the model is int8, or its vocabulary is reduced.
         """
+        if self.draft_ids is not None:
+            raise ValueError(
+                "The drafter has a reduced vocabulary, which a Hugging Face directory cannot hold; save the original "
+                "model, and reduce its vocabulary after loading."
+            )
         return save(self.model, path, tokenizer)
 
     @property
@@ -75,12 +112,17 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         block, start, last = last_tokens(context.tokens, context.lengths, context.unread)
         # A row shorter than the block writes slots past its end. Later steps overwrite them before they are read.
         hidden, cache = self.model.forward(block, state, start)
-        return self.model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
+        return self._logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], cache
 
     def extend(self, carry: KVCache, tokens: Array, level: Level, context: Context) -> tuple[Array, KVCache]:
         start = level.start(context.lengths)
         hidden, cache = self.model.forward(tokens, carry, start, **Branches.argument(level.branches))
-        return self.model.logits(hidden), cache
+        return self._logits(hidden), cache
+
+    def _logits(self, hidden: Array) -> Array:
+        """Return ``float32[B, S, V]``, with -inf for tokens that cannot be drafted."""
+        logits = self.model.logits(hidden)
+        return logits if self.draft_ids is None else spread_logits(logits, self.draft_ids)
 
     def end(self, carry: KVCache) -> KVCache:
         return carry

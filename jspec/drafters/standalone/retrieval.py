@@ -22,8 +22,8 @@ from jspec.core.sharding import vary_like
 from jspec.core.tree import Level, Tree
 from jspec.core.types import check_counts
 from jspec.drafters.base import Context
+from jspec.drafters.draft_vocabulary import checked_tokens
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
-from jspec.drafters.standalone.tables import checked_tokens
 
 _FORMAT = "jspec datastore 1"
 _SIZES = ("vocab_size", "max_ngram", "min_ngram", "num_matches")

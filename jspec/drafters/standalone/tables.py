@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from jspec.core.tree import Level, Tree
 from jspec.core.types import pytree
 from jspec.drafters.base import Context
+from jspec.drafters.draft_vocabulary import checked_tokens
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 
 _MOST_BYTES = 2**30
@@ -98,22 +99,3 @@ def _unigram(tokens: np.ndarray, vocab_size: int, smoothing: float) -> np.ndarra
         raise ValueError(f"smoothing must be a positive number; got {smoothing!r}.")
     counts = np.bincount(tokens, minlength=vocab_size) + smoothing / vocab_size
     return counts / counts.sum()
-
-
-def checked_tokens(tokens: ArrayLike, vocab_size: int, least: int) -> np.ndarray:
-    """Return `tokens` as a NumPy array ``int[N]``.
-
-    Raises:
-        ValueError: there are fewer than `least` tokens, or token ids are outside the vocabulary.
-    """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.size < least:
-        raise ValueError(
-            f"tokens must be at least {least} token ids in one dimension; got {tokens.dtype} of shape {tokens.shape}."
-        )
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(
-            f"tokens range from {tokens.min()} to {tokens.max()}, outside the vocabulary of {vocab_size}; encode "
-            "them with the target's tokenizer."
-        )
-    return tokens
