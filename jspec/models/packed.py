@@ -77,10 +77,13 @@ class PackedMatrix(nnx.Module):
 
     def _stored(self, rows: Array) -> dict[str, Array]:
         """Return the fields ``uint8[D, blocks, nbytes]`` of the outputs ``rows[D]``."""
-        tiles = jnp.take(self.tiles[...], rows // LANES, axis=0)
-        lanes = rows.reshape(-1, 1, 1, 1) % LANES
+        tiles = self.tiles[...]
+        if rows.size < tiles.shape[0]:  # leave out all other tiles
+            tiles = jnp.take(tiles, rows // LANES, axis=0)
+            rows = jnp.arange(rows.size, dtype=rows.dtype) * LANES + rows % LANES
         return {
-            name: jnp.take_along_axis(field, lanes, axis=1)[:, 0] for name, field in _fields(tiles, self.format).items()
+            name: jnp.take(field.reshape(-1, *field.shape[2:]), rows, axis=0)
+            for name, field in _fields(tiles, self.format).items()
         }
 
 
