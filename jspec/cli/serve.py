@@ -126,13 +126,8 @@ def serve(
                 where, set_status, precision, lambda _: draft_length, max_length, **engine_options
             )
             compile_all(engine, set_status)
-        server_options = {
-            "max_waiting": max_waiting,
-            "api_key": api_key,
-            "metrics_prefix": metrics_prefix,
-            "access": access,
-        }
-        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", **server_options)
+        server_options = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
+        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", access=access, **server_options)
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
