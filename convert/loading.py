@@ -13,7 +13,7 @@ from convert.config import LlamaConfig, gguf_config, read_config
 from convert.gguf import header as gguf_header
 from convert.gguf import reader as from_gguf
 from convert.safetensors_reader import Tensor
-from convert.source import resolve
+from convert.source import resolve_weights
 
 Arrays = Iterator[tuple[str, np.ndarray]]
 PackedArrays = Iterator[tuple[str, np.ndarray | StoredParts]]
@@ -25,7 +25,8 @@ def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | Non
     Peak memory use is the size of all arrays in the target dtype plus about one more array.
 
     Args:
-        source: the directory, the GGUF file, or a Hugging Face repo id `org/model`.
+        source: the directory, the GGUF file, a Hugging Face repo id `org/model`, or a GGUF file in such a repo,
+            `org/model:file.gguf`.
         dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. Nearly all GGUF
             files are quantised or mix dtypes. For such files and for quantised safetensors, None means float32, which
             represents every value.
@@ -66,7 +67,7 @@ def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Pa
 
 def _open(source: str | Path, revision: str | None) -> tuple[LlamaConfig, Path, dict[str, Tensor] | None]:
     """Return the config, the local path, and the tensors by Hugging Face name (None for a converted directory)."""
-    directory = resolve(source, revision)
+    directory = resolve_weights(source, revision)
     if directory.is_file():
         header = gguf_header.read(directory)
         config = gguf_config(header)
@@ -92,7 +93,7 @@ def check(source: str | Path) -> None:
     Raises:
         CheckpointError: the weights or the configuration are missing, or the model is not supported.
     """
-    directory = resolve(source)
+    directory = resolve_weights(source)
     if not directory.is_file() and not store.is_store(directory):
         _config(directory)
         weight_files.find(directory)

@@ -1,37 +1,59 @@
-# pyright: reportUnknownVariableType=false
-"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face repo ids."""
+"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face repos."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+from convert import hub_download, hub_files, placeholders
 from convert import hub_names as names
-from convert import placeholders
-from convert.errors import CheckpointError, brief
+from convert.errors import CheckpointError
 from convert.gguf.header import MAGIC
 
 PARTIAL = ".partial-"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_CONFIG = ["config.json"]
-_WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt"]
-# A checkpoint is in the root of its repository. Folders (original/, onnx/) hold copies of the same weights.
-_UNWANTED = ["*/*", "*.bin", "consolidated*"]
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:.*)?", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patterns:
+    """Patterns of files in a repo: those to download, and those of which one must exist if the repo has GGUF files."""
+
+    wanted: tuple[str, ...]
+    needed: tuple[str, ...]
+
+
+_WANTED = ("*.safetensors", "*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
+_ANY = _Patterns(_WANTED, ("*.safetensors", "tokenizer*"))
+_WEIGHTS = _Patterns(_WANTED, ("*.safetensors",))
+_CONFIG = _Patterns(("config.json",), ("config.json",))
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
     """Return the local path of `source`.
 
-    A `source` that exists is returned unchanged. Otherwise, it is resolved as a model name (`convert.hub_names`) or a
-    Hugging Face repo id `org/name`. A named model is downloaded only if it is not found on this machine.
+    A `source` that exists is returned unchanged. Otherwise, it is resolved as a model name (`convert.hub_names`), a
+    Hugging Face repo id `org/name`, or a GGUF file in such a repo, `org/name:file.gguf`. Of such a file's repo, nothing
+    else is downloaded. A named model is downloaded only if it is not found on this machine.
 
     Raises:
-        CheckpointError: `source` is not a directory, a GGUF file, or a name or repo id that can be downloaded; or
+        CheckpointError: `source` is not a directory, a GGUF file, or a name, repo id or file that can be downloaded; or
             `revision` is set for a local source.
     """
-    return _find(source, revision, _WANTED)
+    return _find(source, revision, _ANY)
+
+
+def resolve_weights(source: str | Path, revision: str | None = None) -> Path:
+    """Resolve `source` for reading weights: also reject a repo that has its weights only in GGUF files.
+
+    Raises:
+        CheckpointError: under the same conditions as `resolve`, or the repo's GGUF files must be named.
+    """
+    return _find(source, revision, _WEIGHTS)
 
 
 def resolve_config(source: str | Path) -> Path:
-    """Resolve `source` for `convert.read_config` alone. From the Hugging Face Hub, download only config.json.
+    """Resolve `source` for `convert.read_config` alone.
+
+    From the Hugging Face Hub, download only config.json, or the GGUF file that `source` names.
 
     Raises:
         CheckpointError: under the same conditions as `resolve`.
@@ -39,7 +61,7 @@ def resolve_config(source: str | Path) -> Path:
     return _find(source, None, _CONFIG)
 
 
-def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
+def _find(source: str | Path, revision: str | None, patterns: _Patterns) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return _local(path, revision)
@@ -51,10 +73,17 @@ def _find(source: str | Path, revision: str | None, wanted: list[str]) -> Path:
             f"{path} is a file; expected the directory that holds config.json and the weights, or a GGUF file."
         )
     if source in names.MODELS:
-        return _named(str(source), revision, wanted)
-    if not isinstance(source, str) or not _HUB_ID.fullmatch(source):
+        return _named(str(source), revision, patterns)
+    if not isinstance(source, str) or not _ON_HUB.fullmatch(source):
         raise CheckpointError(names.unknown(str(source)))
-    return _download(source, revision, wanted)
+    return _from_hub(source, revision, patterns)
+
+
+def _from_hub(source: str, revision: str | None, patterns: _Patterns) -> Path:
+    file = hub_files.parse(source)
+    if file is not None:
+        return hub_download.file(file, revision)
+    return hub_download.snapshot(source, revision, patterns.wanted, patterns.needed)
 
 
 def is_gguf(path: Path) -> bool:
@@ -70,13 +99,14 @@ def is_gguf(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read ({error}); check its permissions.") from error
 
 
-def _named(name: str, revision: str | None, wanted: list[str]) -> Path:
+def _named(name: str, revision: str | None, patterns: _Patterns) -> Path:
     model = names.MODELS[name]
-    command = f"hf download {model.repo_id} config.json" if wanted is _CONFIG else model.command
+    only_config = patterns is _CONFIG and model.file is None
+    command = f"hf download {model.repo_id} config.json" if only_config else model.command
     if revision is None and (found := names.find(name)):
         return found
     try:
-        return _download(model.repo_id, revision, wanted)
+        return _from_hub(model.source, revision, patterns)
     except CheckpointError as error:
         raise CheckpointError(
             f"{name} is not on this machine, and the hub did not provide it; get it with `{command}`: {error}"
@@ -104,40 +134,3 @@ def _local(path: Path, revision: str | None) -> Path:
     if empty:
         raise CheckpointError(f"{path} is empty; expected config.json and *.safetensors, or a converted checkpoint.")
     return path
-
-
-def _download(repo_id: str, revision: str | None, wanted: list[str]) -> Path:
-    from huggingface_hub import constants, errors, snapshot_download  # lazily, because importing it takes half a second
-
-    name = repo_id if revision is None else f"{repo_id} at revision {revision}"
-    page = f"https://huggingface.co/{repo_id}"
-    try:
-        return Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED)
-        )
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{name} is gated; accept the licence on the model's page, {page}, and set HF_TOKEN to a "
-            "token of that account."
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{name} does not exist; choose a branch, tag or commit listed on {page}.") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise CheckpointError(
-            f"{name} is neither a directory nor a model on the hub; check the spelling, and set "
-            "HF_TOKEN if the model is private."
-        ) from error
-    except (
-        errors.LocalEntryNotFoundError,
-        errors.OfflineModeIsEnabled,
-        errors.RevisionResolutionError,
-    ) as error:
-        online = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "go online"
-        raise CheckpointError(
-            f"{name} is neither a directory nor in the local cache, and the hub cannot be reached; "
-            f"{online} or pass a directory."
-        ) from error
-    except Exception as error:  # the client passes on errors of its HTTP library
-        raise CheckpointError(
-            f"{name} could not be downloaded ({brief(error)}); try again, it continues where it stopped."
-        ) from error

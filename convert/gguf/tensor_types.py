@@ -1,10 +1,11 @@
-"""GGUF tensor types, including those removed from llama.cpp and those newer than the gguf library."""
+"""GGUF tensor types and file types, including those removed from llama.cpp and those newer than the gguf library."""
 
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convert.errors import CheckpointError
+from convert.json_file import Json
 
 if TYPE_CHECKING:
     import gguf
@@ -46,3 +47,13 @@ def kind(name: str, number: int, file: Path) -> "gguf.GGMLQuantizationType":
             f"{name} in {file} is of type {number}, which gguf {metadata.version('gguf')} does not know; choose a file "
             "of another quantisation, such as Q8_0 or Q4_K_M."
         ) from error
+
+
+def file_type(metadata: dict[str, Json]) -> str | None:
+    """Return the quantisation of most of a file's tensors, such as "Q4_K_M", or None if the metadata do not say."""
+    import gguf  # lazily: the import is slow, and only GGUF files need it
+
+    try:
+        return gguf.LlamaFileType(metadata.get("general.file_type")).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return None

@@ -40,8 +40,8 @@ def chat(
         str | None,
         typer.Argument(
             metavar="TARGET",
-            help="Path, model name or Hugging Face repo id [default: smollm2 if it is on this machine, else the "
-            "bundled target].",
+            help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: smollm2 if it is on this "
+            "machine, else the bundled target].",
         ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,

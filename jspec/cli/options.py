@@ -55,11 +55,17 @@ Stop = Annotated[
     option("--stop", "TEXT", "Cut the output before TEXT; decoding continues. May be repeated.", show_default=False),
 ]
 Target = Annotated[
-    str | None, option("--target", "SRC", "Path, model name or Hugging Face repo id [default: the bundled target].")
+    str | None,
+    option(
+        "--target", "SRC", "Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target]."
+    ),
 ]
 TargetArgument = Annotated[
     str | None,
-    typer.Argument(metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."),
+    typer.Argument(
+        metavar="TARGET",
+        help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target].",
+    ),
 ]
 Tokenizer = Annotated[
     str | None,

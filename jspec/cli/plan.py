@@ -16,7 +16,8 @@ def plan(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+            metavar="TARGET",
+            help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target].",
         ),
     ] = None,
     draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
@@ -43,7 +44,7 @@ def plan(
     """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how many tokens to draft.
 
     Only their configurations are read: a folder with config.json is enough, and from a Hugging Face repo only
-    config.json is downloaded. Nothing is measured; for measurements, use jspec tune.
+    config.json, or the GGUF file that is named, is downloaded. Nothing is measured; for measurements, use jspec tune.
     """
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")

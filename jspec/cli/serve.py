@@ -66,7 +66,8 @@ def serve(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+            metavar="TARGET",
+            help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target].",
         ),
     ] = None,
     tokenizer_source: o.Tokenizer = None,

@@ -69,7 +69,8 @@ def train(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET", help="Path, model name or Hugging Face repo id [default: the bundled target]."
+            metavar="TARGET",
+            help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target].",
         ),
     ] = None,
     kind: Annotated[

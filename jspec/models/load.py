@@ -41,8 +41,9 @@ def load(
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face repo id such as
-            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file. Weights in AWQ, GPTQ,
-            FP8 or compressed-tensors are dequantised while they are read.
+            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, a GGUF file, or a GGUF file in a
+            Hugging Face repo, spelled "org/repo:file.gguf". Weights in AWQ, GPTQ, FP8 or compressed-tensors are
+            dequantised while they are read.
         dtype: the dtype of activations, KV cache, and weights that are not packed. The default is float32 on CPU,
             bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16, such as a T4.
         quantize: "int8" stores every matrix as int8 and never holds the whole model unquantised. See `quantize`. Norms,

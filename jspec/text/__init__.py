@@ -37,8 +37,9 @@ def load_tokenizer(source: str | os.PathLike[str]) -> TokenizerFile:
     """Return the tokenizer of a checkpoint.
 
     Args:
-        source: a folder, a GGUF file, a model name or a Hugging Face repo id. A folder's tokenizer.json is used without
-            changes. A GGUF file contains its own tokenizer and chat template.
+        source: a folder, a GGUF file, a model name, a Hugging Face repo id or a GGUF file in a Hugging Face repo,
+            spelled "org/repo:file.gguf". A folder's tokenizer.json is used without changes. A GGUF file contains its
+            own tokenizer and chat template.
 
     Raises:
         convert.CheckpointError: the source is not a checkpoint, or its tokenizer files are missing or unreadable.

@@ -97,6 +97,23 @@ def test_complete_hub_snapshot_is_used(offline, tmp_path, sources):
     assert jspec.load("qwen3-0.6b").config == jspec.load(sources[0]).config
 
 
+def test_name_of_gguf_file_is_found_in_cache(offline, tmp_path, run):
+    folder = tmp_path / "hub" / "models--Qwen--Qwen2.5-Coder-1.5B-Instruct-GGUF"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    assert names.find("qwen2.5-coder-1.5b") is None
+    file, _ = gguf_files.model(folder / "snapshots" / "abc" / names.MODELS["qwen2.5-coder-1.5b"].file)
+    assert convert.resolve("qwen2.5-coder-1.5b") == file
+    lines = {line["name"]: line for line in map(json.loads, run("models", "--json")[1].splitlines())}
+    assert lines["qwen2.5-coder-1.5b"]["path"] == str(file)
+    assert lines[lines["qwen2.5-coder-1.5b"]["draft"]]["path"] is None
+
+
+def test_known_drafts_are_known_models():
+    assert {model.draft for model in names.MODELS.values()} - {None} <= names.MODELS.keys()
+
+
 def test_directory_takes_precedence_over_model_name(offline, tmp_path, monkeypatch, sources):
     offline()
     (tmp_path / "smollm2").symlink_to(sources[0], target_is_directory=True)
@@ -114,6 +131,8 @@ def test_missing_model_error_says_how_to_get_it(offline, monkeypatch):
         convert.resolve("qwen3-8b")
     with pytest.raises(convert.CheckpointError, match=r"get it with `hf download Qwen/Qwen3-8B config\.json`"):
         jspec.plan("qwen3-8b", "qwen3-0.6b", device="l4")
+    with pytest.raises(convert.CheckpointError, match=r"`hf download Qwen/\S+-GGUF qwen2.5-coder-0.5b\S+q4_k_m.gguf`"):
+        jspec.plan("qwen2.5-coder-0.5b", "qwen3-0.6b", device="l4")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def hub(monkeypatch):
 
     replacement = Hub()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", replacement)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo_id, revision: [])
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # even if the tests run offline
     return replacement
 

@@ -1,0 +1,110 @@
+# pyright: reportUnknownVariableType=false
+"""Downloads from the Hugging Face Hub, whose failures become one-sentence errors."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from convert import hub_files
+from convert.errors import CheckpointError, brief
+
+# A checkpoint is in the root of its repository. Folders (original/, onnx/) hold copies of the same weights.
+_UNWANTED = ["*/*", "*.bin", "consolidated*"]
+
+
+def snapshot(repo_id: str, revision: str | None, wanted: Sequence[str], needed: Sequence[str]) -> Path:
+    """Return the local directory of a repo, after downloading the files that match the patterns `wanted`.
+
+    Raises:
+        CheckpointError: the download failed; or the repo has GGUF files, but no file that matches a pattern `needed`.
+    """
+    from huggingface_hub import snapshot_download  # lazily, because importing it takes half a second
+
+    name = _named(repo_id, revision)
+    with _one_sentence(name, repo_id, "directory"):
+        directory = Path(
+            snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED)
+        )
+    if any(file for pattern in needed for file in directory.glob(pattern)):
+        return directory
+    if choices := hub_files.choices(repo_id, _file_names(repo_id, revision, directory)):
+        raise CheckpointError(f"{name} has no {needed[0]} file, but has {choices}.")
+    return directory
+
+
+def file(source: hub_files.HubFile, revision: str | None) -> Path:
+    """Return the local path of one file in a repo, after downloading that file alone.
+
+    Raises:
+        CheckpointError: the download failed, or the repo has no such file.
+    """
+    from huggingface_hub import errors, hf_hub_download  # lazily, because importing it takes half a second
+
+    with _one_sentence(_named(str(source), revision), source.repo_id, "file"):
+        try:
+            return Path(hf_hub_download(source.repo_id, source.name, revision=revision))
+        except errors.LocalEntryNotFoundError:  # also an EntryNotFoundError, but nobody asked the hub
+            raise
+        except errors.EntryNotFoundError as error:
+            choices = hub_files.choices(source.repo_id, _file_names(source.repo_id, revision, None))
+            raise CheckpointError(
+                f"{_named(source.repo_id, revision)} has no file {source.name}, "
+                f"{f'but has {choices}' if choices else 'nor any other GGUF file; choose another repo'}."
+            ) from error
+
+
+def _named(source: str, revision: str | None) -> str:
+    return source if revision is None else f"{source} at revision {revision}"
+
+
+def _file_names(repo_id: str, revision: str | None, directory: Path | None) -> list[str]:
+    """Return the names of a repo's files, or of those in its local `directory` if the hub cannot be asked."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return list_repo_files(repo_id, revision=revision)
+    except Exception:  # the list only improves an error message
+        return [] if directory is None else [found.relative_to(directory).as_posix() for found in directory.rglob("*")]
+
+
+@contextmanager
+def _one_sentence(name: str, repo_id: str, kind: str) -> Generator[None]:
+    """Raise CheckpointError, which says what to do, for every error of the hub's client in this block.
+
+    Args:
+        name: the source, with its revision.
+        kind: the local equivalent of the source: "directory" or "file".
+    """
+    from huggingface_hub import constants, errors
+
+    page = hub_files.page(repo_id)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{name} is gated; accept the licence on the model's page, {page}, and set HF_TOKEN to a "
+            "token of that account."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} does not exist; choose a branch, tag or commit listed on {page}.") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        on_hub = "a model on the hub" if kind == "directory" else "in a model repo on the hub"
+        raise CheckpointError(
+            f"{name} is neither a {kind} nor {on_hub}; check the spelling, and set HF_TOKEN if the model is private."
+        ) from error
+    except (
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        errors.RevisionResolutionError,
+    ) as error:
+        online = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "go online"
+        raise CheckpointError(
+            f"{name} is neither a {kind} nor in the local cache, and the hub cannot be reached; "
+            f"{online} or pass a {kind}."
+        ) from error
+    except Exception as error:  # the client passes on errors of its HTTP library
+        raise CheckpointError(
+            f"{name} could not be downloaded ({brief(error)}); try again, it continues where it stopped."
+        ) from error

@@ -1,0 +1,96 @@
+"""GGUF files in Hugging Face repos: their spelling `org/name:file.gguf`, and those in the local cache."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from convert.errors import CheckpointError, listing
+
+_SPELLING = re.compile(r"([^:]*):(.*)", re.DOTALL)
+_SUFFIX = ".gguf"
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFile:
+    """A GGUF file in a Hugging Face repo. `name` includes the folders in the repo, if any."""
+
+    repo_id: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}:{self.name}"
+
+
+def parse(source: str) -> HubFile | None:
+    """Return the file that `source` names, or None if `source` is a repo id, without a colon.
+
+    Raises:
+        CheckpointError: no whole GGUF file follows the colon.
+    """
+    spelled = _SPELLING.fullmatch(source)
+    if spelled is None:
+        return None
+    repo_id, name = spelled.groups()
+    if not name.lower().endswith(_SUFFIX) or "\\" in name or {"", ".", ".."} & {*name.split("/")}:
+        raise CheckpointError(
+            f"{source} is neither a file here nor the name of a GGUF file in a Hugging Face repo; write "
+            f"'{repo_id}:file.gguf', with a file listed on {page(repo_id)}/tree/main."
+        )
+    if part := _part(name):
+        stem, count = part
+        raise CheckpointError(
+            f"{source} is one of {count} parts; get all of them with `hf download {repo_id} --include '{stem}-*.gguf'`,"
+            " join them with `llama-gguf-split --merge FIRST_PART OUT.gguf` and pass that file."
+        )
+    return HubFile(repo_id, name)
+
+
+def page(repo_id: str) -> str:
+    """Return the address of a repo's page."""
+    return f"https://huggingface.co/{repo_id}"
+
+
+def choices(repo_id: str, names: Iterable[str]) -> str | None:
+    """Return the part of an error message that lists a repo's GGUF files, or None if there are none."""
+    found = sorted(name for name in names if name.lower().endswith(_SUFFIX))
+    whole = [name for name in found if _part(name) is None]
+    if whole:
+        return f"the GGUF files {listing(whole, 12)}; name one of them, as in '{repo_id}:{whole[0]}'"
+    if found:
+        return (
+            f"GGUF files in parts ({listing(found)}); download the parts of one, join them with `llama-gguf-split "
+            "--merge FIRST_PART OUT.gguf` and pass that file"
+        )
+    return None
+
+
+def cached() -> dict[HubFile, Path]:
+    """Return the whole GGUF files in the Hugging Face cache that can be named as a source, with their local paths.
+
+    Only the newest downloaded state of each repo's main branch counts, because a source without a revision means that
+    branch.
+    """
+    from huggingface_hub import constants, errors, scan_cache_dir  # lazily, because importing it takes half a second
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (errors.CacheNotFound, ValueError):  # ValueError: the cache is not a directory
+        return {}
+    files = {
+        HubFile(repo.repo_id, file.file_path.relative_to(revision.snapshot_path).as_posix()): file.file_path
+        for repo in repos
+        if repo.repo_type == "model"
+        for revision in repo.revisions
+        if constants.DEFAULT_REVISION in revision.refs
+        for file in revision.files
+    }
+    whole = [file for file in files if file.name.lower().endswith(_SUFFIX) and _part(file.name) is None]
+    return {file: files[file] for file in sorted(whole, key=str)}
+
+
+def _part(name: str) -> tuple[str, int] | None:
+    """Return the common start of the names of a file's parts and their number, or None for a whole file."""
+    part = _PART.fullmatch(name)
+    return (part[1], int(part[2])) if part and int(part[2]) > 1 else None
