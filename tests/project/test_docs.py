@@ -40,7 +40,7 @@ def stand_ins(monkeypatch, tmp_path):
     monkeypatch.setattr("convert.hub_names.find", lambda name: tiny)
     monkeypatch.setattr("jspec.bundled.pretrained.head_of", lambda name: None)  # the head expects all layers
     monkeypatch.setattr(
-        "convert.source._download", lambda repo_id, *_: PAIR / ("draft" if "135M" in repo_id else "target")
+        "convert.hub_download.snapshot", lambda repo_id, *_: PAIR / ("draft" if "135M" in repo_id else "target")
     )
 
 
