@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from bench import guesses
+from bench import chat_commands, guesses
 from bench.gpu import command as gpu
 from bench.options import (
     Acceptance,
     Batch,
-    Chatty,
     Draft,
-    HeldOut,
     Length,
     Lengths,
     NewTokens,
@@ -21,14 +19,11 @@ from bench.options import (
     Pair,
     Prompts,
     Repeats,
-    Requests,
     Target,
     Temperature,
-    answering,
     measured,
     one_sentence,
 )
-from jspec.cli.options import Tree
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -190,49 +185,6 @@ def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
 
 
 @app.command()
-def agreement(
-    target: Chatty = "smollm2",
-    output: Output = None,
-    requests: Requests = 16,
-    batch: Batch = 8,
-    k: Length = 4,
-    new_tokens: NewTokens = 128,
-) -> None:
-    """Compare greedy answers of a real model with every drafter to those of transformers; needs torch."""
-    _need("torch", "transformers decodes with torch, which is not installed; run pip install torch")
-    from bench import agreement
-
-    agreement.run(answering(new_tokens, target, output), requests, batch, k, new_tokens)
-
-
-@app.command()
-def answers(
-    target: Chatty = "smollm2",
-    output: Output = None,
-    batch: Annotated[list[int], typer.Option("--batch", min=1, max=16, help="May be repeated.")] = [1, 8],  # noqa: B006
-    requests: Requests = 4,
-    k: Length = 4,
-    new_tokens: NewTokens = 128,
-    repeats: Repeats = 5,
-    temperature: Temperature = 0.0,
-    head: Annotated[
-        Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Also measure this head for the target.")
-    ] = None,
-    tree: Tree = None,
-    held_out: HeldOut = None,
-) -> None:
-    """Measure a real model's tokens per second on four kinds of question: jspec, transformers, llama.cpp."""
-    from bench import answers, chats
-
-    if tree and head is None:
-        raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
-    subject = answering(new_tokens, target, output, head)
-    with one_sentence():
-        questions = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
-    answers.run(subject, questions, batch, requests, k, new_tokens, repeats, temperature, tree or ())
-
-
-@app.command()
 def compiled(
     device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e or v6e; may be absent.")],
     pair: Annotated[str, typer.Option("--pair", help="109m, or two Llama shapes as TARGET/DRAFT, as in roofline.")] = (
@@ -343,6 +295,7 @@ def interrupts(
     interrupts.run(count, seed)
 
 
+app.add_typer(chat_commands.app)
 app.add_typer(guesses.app)
 app.add_typer(gpu.app)
 

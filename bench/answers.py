@@ -119,7 +119,7 @@ def run(
             size = max(count, batch) // batch * batch
             calls = programs(subject, others, asked[:size], batch, k, new_tokens, temperature, tree)
             outs: dict[str, Any] = {}
-            times = in_turns(_kept(calls, outs), repeats, warmup=1)
+            times = in_turns(kept(calls, outs), repeats, warmup=1)
             rows += _rows(kind, batch, outs, times)
     wanted = () if temperature else ("torch", "llama_cpp")
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
@@ -143,7 +143,7 @@ def run(
     )
 
 
-def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+def kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Return `calls`, changed to store their results in `outs`."""
 
     def keep(name: str) -> None:
@@ -154,21 +154,26 @@ def _kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str
 
 def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Return one table row per program, from its times and outputs."""
-    texts = {name: chats.texts(out) if isinstance(out[0], jspec.Output) else out for name, out in outs.items()}
-    each = {name: taken / sum(map(len, texts[name])) for name, taken in times.items()}  # seconds per token
+    found = {name: texts(out) for name, out in outs.items()}
+    each = {name: taken / sum(map(len, found[name])) for name, taken in times.items()}  # seconds per token
     rows = []
     for name, out in outs.items():
         row = {"question": kind, "batch": batch, "program": name, "tokens/s": spread(1 / each[name]).median}
-        row |= dict(zip(DRAFTING, _drafting(out), strict=True))
+        row |= dict(zip(DRAFTING, drafting(out), strict=True))
         gain = ratio(each["plain"], each[name])
         row |= {"x plain": gain.median, "from": gain.low, "to": gain.high}
         row |= {f"x {other}": ratio(each[other], each[name]).median if other in each else "" for other in RIVALS}
-        same = sum(one == two for one, two in zip(texts[name], texts["plain"], strict=True))
-        rows.append(row | {"same texts": f"{same} of {len(texts[name])}"})
+        same = sum(one == two for one, two in zip(found[name], found["plain"], strict=True))
+        rows.append(row | {"same texts": f"{same} of {len(found[name])}"})
     return rows
 
 
-def _drafting(outs: Any) -> tuple[Any, Any]:
+def texts(out: Any) -> list[list[int]]:
+    """Return the new tokens of every row of a call's result: outputs of jspec, or token ids of another program."""
+    return chats.texts(out) if isinstance(out[0], jspec.Output) else out
+
+
+def drafting(outs: Any) -> tuple[Any, Any]:
     """Return the tokens per round and the acceptance rate, or empty strings if nothing is drafted."""
     if not isinstance(outs[0], jspec.Output) or not outs[0].stats.accepted_at.shape[1]:
         return "", ""

@@ -82,9 +82,14 @@ def interleaved(projection: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(projection.shape)
 
 
-def load(file: Path, logits_all: bool, context: int = 512) -> Any:
-    """Load the model in llama.cpp, with all cores, a float32 cache, and the same attention as in jspec."""
+def load(file: Path, logits_all: bool, context: int = 512, lookup: int = 0) -> Any:
+    """Load the model in llama.cpp, with all cores, a float32 cache, and the same attention as in jspec.
+
+    Args:
+        lookup: the number of tokens that llama-cpp-python's prompt lookup drafts; 0 for plain decoding.
+    """
     import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     cores = os.cpu_count()
     return llama_cpp.Llama(
@@ -96,7 +101,8 @@ def load(file: Path, logits_all: bool, context: int = 512) -> Any:
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,
         flash_attn=False,
-        logits_all=logits_all,
+        logits_all=logits_all or lookup > 0,  # a draft is verified with the logits of all its tokens
+        draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
         verbose=False,
     )
 
@@ -131,11 +137,12 @@ def greedy(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> dict[str, Calla
     }
 
 
-def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int]) -> list[int]:
-    """Return the greedy continuation of `row`, up to EOS or `new_tokens`."""
+def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int], temperature: float = 0.0) -> list[int]:
+    """Return a continuation of `row`, up to EOS or `new_tokens`, sampled from all tokens unless `temperature` is 0."""
     llm.reset()
     text: list[int] = []
-    for token in itertools.islice(llm.generate(row.tolist(), temp=0.0), new_tokens):
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature else {}
+    for token in itertools.islice(llm.generate(row.tolist(), temp=temperature, **whole), new_tokens):
         text.append(token)
         if token in eos_ids:
             break

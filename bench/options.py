@@ -55,8 +55,6 @@ Chatty = Annotated[
     typer.Option("--target", metavar="SRC", help="A chat model: a name that jspec models lists, or your own model."),
 ]
 Requests = Annotated[int, typer.Option("--requests", min=1, max=16, help="Number of requests per kind.")]
-
-
 HeldOut = Annotated[
     Path | None,
     typer.Option(

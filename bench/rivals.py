@@ -120,6 +120,14 @@ def to_end(text: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
     return list(text[: next(ends, len(text))])
 
 
+def assisted(assistant: Any, num_draft_tokens: int) -> dict[str, Any]:
+    """Return the option of ``generate`` for an assistant that drafts a constant number of tokens, as jspec's does."""
+    assistant.generation_config.num_assistant_tokens = num_draft_tokens
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0  # do not stop early if the assistant is unsure
+    return {"assistant_model": assistant}
+
+
 def decoder(
     target: Any, assistant: Any, rows: Sequence[np.ndarray], new_tokens: int, temperature: float, num_draft_tokens: int
 ) -> Callable[[], Any]:
@@ -132,11 +140,7 @@ def decoder(
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens} | sampled
     if assistant is not None:
-        # Draft a constant number of tokens, as jspec does, and do not stop early if the assistant is unsure.
-        assistant.generation_config.num_assistant_tokens = num_draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-        options["assistant_model"] = assistant
+        options |= assisted(assistant, num_draft_tokens)
     batches = [padded(some, target.device) for some in ([rows] if assistant is None else [[row] for row in rows])]
 
     def call() -> Any:

@@ -49,3 +49,14 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int =
 def ratio(of: np.ndarray, to: np.ndarray) -> Spread:
     """Return the spread of the ratios `of` / `to` between readings from the same turn."""
     return spread(of / to)
+
+
+def mean_ratio(of: np.ndarray, to: np.ndarray) -> Spread:
+    """Return the geometric mean of the ratios `of` / `to` with its 95 % interval, from readings of different questions.
+
+    The interval is a bootstrap over the readings. A single reading has an interval of width 0.
+    """
+    logs = np.log(of / to)
+    draws = np.random.default_rng(0).integers(0, logs.size, (2000, logs.size))
+    low, high = (float(q) for q in np.exp(np.percentile(logs[draws].mean(1), [2.5, 97.5])))
+    return Spread(float(np.exp(logs.mean())), low, high, logs.size)

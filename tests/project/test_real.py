@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct in 4 bits: weights, tokenizer and greedy output match transformers."""
+"""Real models in 4 bits: SmolLM2-135M-Instruct matches transformers, and Qwen2.5-Coder's draft model saves rounds."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 
 import convert
 import jspec
+from bench import chats, coder, llamacpp
 from jspec import text
 from jspec.bundled.head_data import head_of
 from jspec.text import tokenizer_file
@@ -151,3 +152,37 @@ def test_bundled_head_saves_rounds(file, run, report):
     report(tokens_and_drafts_a_round=[f"{tokens:.2f}, {drafts:.2f}" for tokens, drafts in gained.values()])
     (tokens, drafts), (fewer, sure) = gained.values()
     assert tokens > 1.2 and fewer > 1.05 and sure < drafts / 2
+
+
+def test_coder_pair_drafts_most_tokens_of_plain_text(report, quick_compile):
+    """The text of a question depends neither on the draft model nor on the batch, and begins as llama.cpp's does."""
+    import jax
+
+    try:
+        files = coder.find()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    (target, draft), tokenizer = map(jspec.load, files), text.load_tokenizer(files[0])
+    rows = [row for _, row in coder.asked(tokenizer, 2)]
+    ((tokens, lengths, keys),) = chats.requests(tokenizer, rows, 2)
+    options = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(temperature=0.0)}
+    options["eos_ids"] = ends = text.eos_ids(target, tokenizer)
+
+    def decode(drafter, some):
+        request = tokens[some], lengths[some], keys[some]
+        if drafter is None:
+            return jax.device_get(jspec.generate(target, *request, **options))
+        return jax.device_get(jspec.speculative_generate(target, drafter, *request, num_draft_tokens=4, **options))
+
+    each = [slice(0, 1), slice(1, 2)]
+    plain, drafted = ([decode(drafter, some) for some in each] for drafter in (None, draft))
+    batch = decode(draft, slice(0, 2))
+    expected = chats.texts(plain)
+    assert chats.texts(drafted) == expected and chats.texts([batch]) == expected
+    rounds = sum(int(out.stats.rounds.sum()) for out in drafted)
+    per_round = sum(map(len, expected)) / rounds
+    report(tokens_a_round=per_round)
+    assert per_round > 2.5
+    pytest.importorskip("llama_cpp")
+    llm = llamacpp.load(files[0], logits_all=False)
+    assert [llamacpp.answer(llm, row, 8, ends) for row in rows] == [one[:8] for one in expected]

@@ -1,0 +1,118 @@
+"""The commands that let a chat model answer questions: the answers compared with transformers', and their speed."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from bench.options import (
+    Batch,
+    Chatty,
+    HeldOut,
+    Length,
+    NewTokens,
+    Output,
+    Requests,
+    Temperature,
+    answering,
+    measured,
+    need_template,
+    one_sentence,
+)
+from jspec.cli.options import Tree
+
+app = typer.Typer()
+
+
+@app.command()
+def agreement(
+    target: Chatty = "smollm2",
+    output: Output = None,
+    requests: Requests = 16,
+    batch: Batch = 8,
+    k: Length = 4,
+    new_tokens: NewTokens = 128,
+) -> None:
+    """Compare greedy answers of a real model with every drafter to those of transformers; needs torch."""
+    _need_torch()
+    from bench import agreement
+
+    agreement.run(answering(new_tokens, target, output), requests, batch, k, new_tokens)
+
+
+@app.command()
+def answers(
+    pair: Annotated[
+        Literal["qwen-coder"] | None,
+        typer.Option("--pair", help="Qwen2.5-Coder 1.5B with its 0.5B draft model, on coding questions."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="SRC", help="A chat model [default: smollm2, or the pair's, if it is found]."),
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", metavar="SRC", help="With --pair: its draft model.")] = None,
+    output: Output = None,
+    batch: Annotated[list[int], typer.Option("--batch", min=1, max=16, help="May be repeated.")] = [1, 8],  # noqa: B006
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, max=16, help="Number of requests per kind [default: 4].")
+    ] = None,
+    questions: Annotated[
+        int | None, typer.Option("--questions", min=1, max=64, help="With --pair: their number [default: 64].")
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option("--num-draft-tokens", min=1, help="Default: 4. With --pair: 2, 4 and 6; may be repeated."),
+    ] = None,
+    new_tokens: NewTokens = 128,
+    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Default: 5.")] = None,
+    temperature: Temperature = 0.0,
+    head: Annotated[
+        Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Also measure this head for the target.")
+    ] = None,
+    tree: Tree = None,
+    held_out: HeldOut = None,
+    twins: Annotated[
+        bool,
+        typer.Option("--transformers", help="With --pair: also transformers, greedily, in float32."),
+    ] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="With --pair: also the draft length that tune chooses.")] = False,
+) -> None:
+    """Measure a real model's tokens per second on four kinds of question: jspec, transformers, llama.cpp."""
+    if pair is not None:
+        from bench import coder
+
+        _reject("without --pair", requests=requests, repeats=repeats, head=head, tree=tree, held_out=held_out)
+        with one_sentence((ValueError, OSError)):
+            run = coder.Run(questions or 64, tuple(batch), tuple(k or (2, 4, 6)), new_tokens, temperature, twins, tune)
+            files = coder.find(target, draft)
+        if twins:
+            _need_torch()
+        subject = need_template(measured(new_tokens, "bundled", *files, None, output, by_model=True))
+        coder.measure(dataclasses.replace(subject, name=pair), files[0], run)
+        return
+    from bench import answers, chats
+
+    _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune)
+    if len(k or []) > 1:
+        raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one.")
+    if tree and head is None:
+        raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
+    subject, requests = answering(new_tokens, target or "smollm2", output, head), requests or 4
+    with one_sentence():
+        asked = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
+    answers.run(subject, asked, batch, requests, k[0] if k else 4, new_tokens, repeats or 5, temperature, tree or ())
+
+
+def _need_torch() -> None:
+    """End the command with one sentence if torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        typer.echo("transformers decodes with torch, which is not installed; run pip install torch", err=True)
+        raise typer.Exit(1)
+
+
+def _reject(place: str, **options: object) -> None:
+    """Reject options that work only with or only without --pair. None and False mean that an option is not given."""
+    if given := [name.replace("_", "-") for name, value in options.items() if value not in (None, False)]:
+        raise typer.BadParameter(f"--{given[0]} works only {place}; omit it.")
