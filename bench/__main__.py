@@ -1,6 +1,5 @@
 """`python -m bench COMMAND`: one command per question."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from bench.options import (
     Target,
     Temperature,
     measured,
+    need,
     one_sentence,
 )
 
@@ -31,13 +31,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 @app.callback()
 def need_matplotlib() -> None:
     """Exit before measuring anything if the results could not be plotted afterwards."""
-    _need("matplotlib", 'Every command needs matplotlib, which is not installed; run pip install -e ".[bench]"')
-
-
-def _need(package: str, sentence: str) -> None:
-    """Exit with `sentence` if `package` is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise SystemExit(sentence)
+    need("matplotlib", 'Every command needs matplotlib, which is not installed; run pip install -e ".[bench]"')
 
 
 @app.command()
@@ -248,7 +242,7 @@ def serve(
     repeats: Repeats = 3,
 ) -> None:
     """Measure the latency and throughput of `jspec serve`, with and without the draft, by number of clients."""
-    _need("openai", "The clients need openai, which is not installed; run pip install openai")
+    need("openai", "The clients need openai, which is not installed; run pip install openai")
     from bench import serve
 
     if target and not prompts:

@@ -1,7 +1,6 @@
 """The commands that let a chat model answer questions: the answers compared with transformers', and their speed."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +17,7 @@ from bench.options import (
     Temperature,
     answering,
     measured,
+    need,
     need_template,
     one_sentence,
 )
@@ -107,9 +107,7 @@ def answers(
 
 def _need_torch() -> None:
     """End the command with one sentence if torch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        typer.echo("transformers decodes with torch, which is not installed; run pip install torch", err=True)
-        raise typer.Exit(1)
+    need("torch", "transformers decodes with torch, which is not installed; run pip install torch")
 
 
 def _reject(place: str, **options: object) -> None:

@@ -1,5 +1,6 @@
 """The options that several commands share, and the functions that interpret them."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,12 @@ HeldOut = Annotated[
         help="A training run's folder, whose held-out questions replace the four kinds.",
     ),
 ]
+
+
+def need(package: str, sentence: str) -> None:
+    """Exit with `sentence` if `package` is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SystemExit(sentence)
 
 
 @contextmanager
