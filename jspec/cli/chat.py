@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
     _LengthOf: TypeAlias = Callable[[DraftSource], object]
 _DEFAULT_PAIR = "smollm2"
+_MaxLength = Annotated[
+    int | None,
+    option("--max-length", "N", "Longest conversation, in tokens.", min=2, show_default="1024, or the models' limit"),
+]
 
 
 def chat(
@@ -71,12 +75,7 @@ def chat(
             show_default="4; auto with lookup+SRC",
         ),
     ] = None,
-    max_length: Annotated[
-        int | None,
-        option(
-            "--max-length", "N", "Longest conversation, in tokens.", min=2, show_default="1024, or the models' limit"
-        ),
-    ] = None,
+    max_length: _MaxLength = None,
 ) -> None:
     """Talk with a model: every line is a message, and its answer is shown as it is decoded.
 
@@ -104,7 +103,8 @@ def chat(
             raise UsageError(f"{name} needs a chat template, but this model has none; leave out {name}.")
         compile_all(engine, set_status)
     sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
-    _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
+    with lines.whole_lines():
+        _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
 
 def _target(target: str | None) -> str | None:
@@ -178,7 +178,6 @@ class Conversation:
             self._messages, self._text = [*said, {"role": "assistant", "content": answer}], f"{text}{answer}\n"
 
 
-@lines.whole_lines()
 def _talk(conversation: Conversation) -> None:
     asks = sys.stdin.isatty()
     while True:
