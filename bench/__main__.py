@@ -124,7 +124,7 @@ def llamacpp(
     pair: Pair = "109m",
     file: Annotated[Path | None, typer.Option("--file", help="GGUF file, instead of a pair.")] = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="GGUF file of a draft model.")] = None,
-    bits: Annotated[int, typer.Option("--activation-bits", help="With --file: 8, 16 or 24.")] = 24,
+    bits: Annotated[int, typer.Option("--activation-bits", help="Bits per activation, with --file: 8, 16 or 24.")] = 24,
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:

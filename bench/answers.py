@@ -169,7 +169,7 @@ def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarr
 
 
 def texts(out: Any) -> list[list[int]]:
-    """Return the new tokens of every row of a call's result: outputs of jspec, or token ids of another program."""
+    """Return the new tokens of every row in `out`, which holds outputs of jspec or token ids of another program."""
     return chats.texts(out) if isinstance(out[0], jspec.Output) else out
 
 

@@ -1,4 +1,4 @@
-"""The commands that let a chat model answer questions: the answers compared with transformers', and their speed."""
+"""Commands in which a chat model answers questions, to compare the answers with transformers or to measure speed."""
 
 import dataclasses
 from pathlib import Path
@@ -50,23 +50,27 @@ def answers(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option("--target", metavar="SRC", help="A chat model [default: smollm2, or the pair's, if it is found]."),
+        typer.Option("--target", metavar="SRC", help="A chat model [default: smollm2, or the local target of --pair]."),
     ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", metavar="SRC", help="With --pair: its draft model.")] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", metavar="SRC", help="With --pair: another draft model.")
+    ] = None,
     output: Output = None,
     batch: Annotated[list[int], typer.Option("--batch", min=1, max=16, help="May be repeated.")] = [1, 8],  # noqa: B006
     requests: Annotated[
         int | None, typer.Option("--requests", min=1, max=16, help="Number of requests per kind [default: 4].")
     ] = None,
     questions: Annotated[
-        int | None, typer.Option("--questions", min=1, max=64, help="With --pair: their number [default: 64].")
+        int | None, typer.Option("--questions", min=1, max=64, help="With --pair: number of questions [default: 64].")
     ] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option("--num-draft-tokens", min=1, help="Default: 4. With --pair: 2, 4 and 6; may be repeated."),
+        typer.Option(
+            "--num-draft-tokens", min=1, help="Draft length [default: 4]; with --pair, several [default: 2, 4 and 6]."
+        ),
     ] = None,
     new_tokens: NewTokens = 128,
-    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Default: 5.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Number of repeats [default: 5].")] = None,
     temperature: Temperature = 0.0,
     head: Annotated[
         Path | None, typer.Option("--head", metavar="DIR", exists=True, help="Also measure this head for the target.")
@@ -75,11 +79,13 @@ def answers(
     held_out: HeldOut = None,
     twins: Annotated[
         bool,
-        typer.Option("--transformers", help="With --pair: also transformers, greedily, in float32."),
+        typer.Option("--transformers", help="With --pair: also measure greedy decoding of transformers in float32."),
     ] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="With --pair: also the draft length that tune chooses.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="With --pair: also measure the length that tune chooses.")
+    ] = False,
 ) -> None:
-    """Measure a real model's tokens per second on four kinds of question: jspec, transformers, llama.cpp."""
+    """Measure a real model's tokens per second on four kinds of question, in jspec, transformers and llama.cpp."""
     if pair is not None:
         from bench import coder
 
@@ -96,7 +102,7 @@ def answers(
 
     _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune)
     if len(k or []) > 1:
-        raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one.")
+        raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one value.")
     if tree and head is None:
         raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
     subject, requests = answering(new_tokens, target or "smollm2", output, head), requests or 4
@@ -106,11 +112,11 @@ def answers(
 
 
 def _need_torch() -> None:
-    """End the command with one sentence if torch is not installed."""
+    """Exit with one sentence if torch is not installed."""
     need("torch", "transformers decodes with torch, which is not installed; run pip install torch")
 
 
 def _reject(place: str, **options: object) -> None:
-    """Reject options that work only with or only without --pair. None and False mean that an option is not given."""
+    """Reject options that work only with or only without --pair. None and False mean that an option was not given."""
     if given := [name.replace("_", "-") for name, value in options.items() if value not in (None, False)]:
         raise typer.BadParameter(f"--{given[0]} works only {place}; omit it.")

@@ -20,7 +20,7 @@ from jspec.training.train import Recipe
 
 FOLDER = Path(__file__).parent / "prompts"  # files in the format of `jspec generate --chat --file`
 KINDS, HELD_OUT = ("chat", "summary", "rewriting", "code"), "held out"
-CODE_KINDS = "functions", "bugs", "explanations", "tests"  # tests and refactoring
+CODE_KINDS = "functions", "bugs", "explanations", "tests"  # "tests" includes refactoring
 COUNT = 16  # questions of each kind
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second of Qwen2.5-Coder's answers to coding questions: drafts, llama.cpp, transformers, in turns."""
+"""Tokens per second of Qwen2.5-Coder on coding questions, with drafters, llama.cpp and transformers in turns."""
 
 import dataclasses
 import functools
@@ -23,23 +23,23 @@ from jspec.drafters.combine.fallback import with_lookup_first
 NAMES = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 LLAMA_CPP, LLAMA_CPP_LOOKUP = "llama.cpp", "llama.cpp lookup"
 LOOKUP = 2  # the number of draft tokens that llama-cpp-python recommends without a GPU
-ASSISTED = 4  # the draft tokens of transformers' assistant
+ASSISTED = 4  # the number of draft tokens of transformers' assistant
 ALL = "all"
-Group = tuple[tuple[str, ...], list[np.ndarray]]  # questions answered at once: their kinds and their token ids
+Group = tuple[tuple[str, ...], list[np.ndarray]]  # the questions of one batch: their kinds and their token ids
 Calls = dict[str, Callable[[], Any]]
 Reading = tuple[dict[str, Any], dict[str, float]]  # a group's outputs and seconds, by program
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What to measure.
+    """The settings of a run.
 
     Attributes:
-        questions: the number of questions, of all kinds together.
-        batches: the numbers of questions that are answered at once.
+        questions: the total number of questions.
+        batches: the batch sizes, in questions.
         ks: the draft lengths of the draft model.
-        with_transformers: whether transformers decodes, too, with the same weights in float32.
-        tune: whether `jspec.tune` chooses one more draft length, on the first questions.
+        with_transformers: whether to measure transformers, too, with the same weights in float32.
+        tune: whether to add the draft length that `jspec.tune` chooses on the first batch of questions.
     """
 
     questions: int
@@ -53,11 +53,11 @@ class Run:
     def __post_init__(self) -> None:
         if uneven := [batch for batch in self.batches if self.questions % batch]:
             raise ValueError(
-                f"{self.questions} questions cannot be answered {uneven[0]} at once, because some are left over; pass "
-                f"another --batch, or a multiple of {uneven[0]} as --questions."
+                f"--questions {self.questions} is not a multiple of --batch {uneven[0]}; pass a multiple of "
+                f"{uneven[0]}, or another --batch."
             )
         if self.with_transformers and self.temperature:
-            raise ValueError(f"--transformers decodes only greedily; omit it, or --temperature {self.temperature:g}.")
+            raise ValueError(f"--transformers decodes only greedily; omit it or --temperature {self.temperature:g}.")
         if self.tune and self.new_tokens < 8:
             raise ValueError(f"--tune needs at least 8 new tokens; got --max-new-tokens {self.new_tokens}.")
 
@@ -65,7 +65,8 @@ class Run:
 def find(target: str | None = None, draft: str | None = None) -> tuple[str, str]:
     """Return the sources of the pair: `target` and `draft` if given, or else local files.
 
-    The local files are in the folder that JSPEC_MODELS names, in ~/.cache/jspec-models or in the Hugging Face cache.
+    Local files are searched for in the folder that JSPEC_MODELS names, or without it in ~/.cache/jspec-models. The
+    Hugging Face cache is searched next.
 
     Raises:
         FileNotFoundError: a file is not on this machine.
@@ -112,7 +113,7 @@ def measure(subject: Subject, source: str, run: Run) -> None:
 
 
 def drafters(subject: Subject, ks: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
-    """Return name -> (drafter, draft length). A length of None means the default of `jspec.complete`."""
+    """Return the drafter and draft length for each name. A length of None means the default of `jspec.complete`."""
     found: dict[str, tuple[Any, int | None]] = {"plain": (None, None)}
     found |= {f"draft model, K = {k}": (subject.draft, k) for k in ks}
     return found | {
@@ -122,7 +123,7 @@ def drafters(subject: Subject, ks: Sequence[int]) -> dict[str, tuple[Any, int | 
 
 
 def _others(subject: Subject, file: Path, longest: int, run: Run) -> dict[str, Any]:
-    """Return name -> the same weights in another program, if it is installed and can read them."""
+    """Return models with the same weights by program. Omit programs that are not installed or cannot read them."""
     found: dict[str, Any] = {}
     if importlib.util.find_spec("llama_cpp") is not None and file.is_file():
         context = longest + run.new_tokens + LOOKUP + 1
@@ -144,7 +145,7 @@ def _tuned(subject: Subject, rows: list[np.ndarray], run: Run) -> int:
 def _readings(
     subject: Subject, others: dict[str, Any], groups: list[Group], ways: dict[str, tuple[Any, int | None]], run: Run
 ) -> list[Reading]:
-    """Return each group's outputs and seconds by program. All programs answer a group before the next group."""
+    """Return each group's outputs and seconds by program. All programs answer one group before the next begins."""
     readings: list[Reading] = []
     warm: set[int] = set()
     for _, rows in groups:
@@ -163,7 +164,7 @@ def _readings(
 
 
 def _other_calls(others: dict[str, Any], rows: list[np.ndarray], run: Run, ends: Sequence[int]) -> Calls:
-    """Return name -> another program's call. llama.cpp and assisted generation support one row."""
+    """Return the calls of other programs by name. llama.cpp and assisted generation support only one row."""
     calls: Calls = {}
     if "transformers" in others:
         target, assistant = others["transformers"]
@@ -180,7 +181,7 @@ def _other_calls(others: dict[str, Any], rows: list[np.ndarray], run: Run, ends:
 
 
 def _rows(kind: str, batch: int, groups: list[Group], readings: list[Reading]) -> list[dict[str, Any]]:
-    """Return one table row per program, from the groups of one kind or from all."""
+    """Return one table row per program, from the groups of one kind or of all kinds."""
     chosen = [reading for (kinds, _), reading in zip(groups, readings, strict=True) if kind in (ALL, *kinds)]
     texts = {name: [answers.texts(outs[name]) for outs, _ in chosen] for name in chosen[0][0]}
     tokens = {name: np.array([sum(map(len, rows)) for rows in texts[name]]) for name in texts}
@@ -207,16 +208,16 @@ def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list
     publish(
         f"answers-{subject.name}-t{run.temperature:g}-{jax.default_backend()}",
         f"{subject.name}, temperature {run.temperature:g}: answers to {run.questions} coding questions,"
-        f" {run.new_tokens} new tokens at most, {subject.target.dtype}",
+        f" at most {run.new_tokens} new tokens, {subject.target.dtype}",
         rows,
         plots.answers,
         notes=[
-            "All programs answer a question before the next one; prompts are included, and answers end at EOS. x: speed"
-            " per token over that of another program, the geometric mean over questions (or batches of questions);"
-            " from and to: its 95 % bootstrap interval. same texts: the number of texts that equal those of jspec's"
-            " plain decoding; sampled texts may differ.",
-            f"llama.cpp's prompt lookup drafts {LOOKUP} tokens, transformers' assistant {ASSISTED}; both support only"
-            f" one row.{missing}",
+            "All programs answer one question before the next. Times include the prompt, and answers end at EOS. x: the"
+            " speed per token relative to another program, a geometric mean over questions (or batches of questions)."
+            " from and to: the 95 % bootstrap interval of x. same texts: the number of texts that equal those of"
+            " jspec's plain decoding; sampled texts may differ.",
+            f"llama.cpp's prompt lookup drafts {LOOKUP} tokens, and transformers' assistant drafts {ASSISTED}; both"
+            f" support only one row.{missing}",
             *tuned,
         ],
         folder=subject.folder,

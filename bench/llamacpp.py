@@ -101,7 +101,7 @@ def load(file: Path, logits_all: bool, context: int = 512, lookup: int = 0) -> A
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,
         flash_attn=False,
-        logits_all=logits_all or lookup > 0,  # a draft is verified with the logits of all its tokens
+        logits_all=logits_all or lookup > 0,  # verification needs the logits of all draft tokens
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None,
         verbose=False,
     )
@@ -138,7 +138,7 @@ def greedy(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> dict[str, Calla
 
 
 def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int], temperature: float = 0.0) -> list[int]:
-    """Return a continuation of `row`, up to EOS or `new_tokens`, sampled from all tokens unless `temperature` is 0."""
+    """Return a continuation of `row`, up to EOS or `new_tokens`; greedy, or sampled from all tokens."""
     llm.reset()
     text: list[int] = []
     whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature else {}
@@ -161,7 +161,7 @@ def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int, bit
     if isinstance(source, Path):
         _run_file(source, draft, ks, repeats, bits)
     elif draft is not None or bits != 24:
-        raise ValueError("--draft or --activation-bits is given without --file; name the target's GGUF file, too.")
+        raise ValueError("--draft and --activation-bits work only with --file; name the target's GGUF file, too.")
     else:
         _run_pair(source, ks, repeats)
 
@@ -232,7 +232,7 @@ def _compare(
             f"llama-cpp-python {llama_cpp.__version__}; largest logit difference {largest:.2g}.",
             f"Greedy decoding of {NEW_TOKENS} tokens after {CONTEXT}, {same.sum()} of them the same: "
             + ", ".join(f"{program} {speed.median:.1f} tokens/s" for program, speed in speeds.items())
-            + "; over llama.cpp: "
+            + "; speed relative to llama.cpp: "
             + ", ".join(f"{program} {ratio(times['llama.cpp'], times[program]).median:.3f}" for program in texts)
             + ".",
         ],

@@ -121,7 +121,7 @@ def to_end(text: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def assisted(assistant: Any, num_draft_tokens: int) -> dict[str, Any]:
-    """Return the option of ``generate`` for an assistant that drafts a constant number of tokens, as jspec's does."""
+    """Return options of ``generate`` for an assistant that drafts a constant number of tokens, as in jspec."""
     assistant.generation_config.num_assistant_tokens = num_draft_tokens
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0  # do not stop early if the assistant is unsure

@@ -54,7 +54,7 @@ def ratio(of: np.ndarray, to: np.ndarray) -> Spread:
 def mean_ratio(of: np.ndarray, to: np.ndarray) -> Spread:
     """Return the geometric mean of the ratios `of` / `to` with its 95 % interval, from readings of different questions.
 
-    The interval is a bootstrap over the readings. A single reading has an interval of width 0.
+    The interval is a bootstrap interval over the readings. For a single reading, its width is 0.
     """
     logs = np.log(of / to)
     draws = np.random.default_rng(0).integers(0, logs.size, (2000, logs.size))

@@ -22,7 +22,7 @@ from convert.weight_files import INDEX
 
 _CARRIED = ("*.json", "tokenizer*", "*.model", "*.jinja", "merges.txt")
 _ADAPTER = {"adapter_config.json"}  # with this file, PEFT would look for the adapter, which is not copied
-_QUANTIZED = {"quantize_config.json", "quant_config.json"}  # what AutoGPTQ and AutoAWQ write beside config.json
+_QUANTIZED = {"quantize_config.json", "quant_config.json"}  # files that AutoGPTQ and AutoAWQ write beside config.json
 
 
 @contextmanager
@@ -65,8 +65,9 @@ def _make(folder: Path) -> None:
 def carry(source: Path, target: Path) -> None:
     """Copy the configuration and tokenizer files byte for byte. config.json comes last: nothing loads without it.
 
-    If the source's weights are quantised, its config.json loses the section that says so, because the weights are
-    written dequantised. For a GGUF file, generate these files from its metadata, which contains the same information.
+    If the source's weights are quantised, config.json is written without its quantisation section, because the written
+    weights are dequantised. For a GGUF file, generate these files from its metadata, which contains the same
+    information.
     """
     if source.is_file():
         header = gguf_header.read(source)
@@ -84,7 +85,7 @@ def carry(source: Path, target: Path) -> None:
 
 
 def _write_dense_config(source: Path, target: Path) -> None:
-    """Write config.json without a quantisation section, if it has one."""
+    """If `source` has a quantisation section, write it to `target` without this section."""
     if source.exists() and any((raw := read_object(source)).get(key) is not None for key in SECTIONS):
         kept = {key: value for key, value in raw.items() if key not in SECTIONS}
         target.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

@@ -123,7 +123,7 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     }
     expected = keymap.hf_shapes(config)
     if form is not None:
-        head = {keymap.HEAD: expected[keymap.EMBEDDING]}  # a tied checkpoint may hold one too
+        head = {keymap.HEAD: expected[keymap.EMBEDDING]}  # a tied checkpoint may store the head, too
         found = assemble(found, form, head | expected, directory)
     found = _tied(found, directory) if tied else found
     repeated = {keymap.HEAD: expected[keymap.EMBEDDING]} if tied and keymap.HEAD in found else {}
@@ -132,7 +132,7 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def stored_dtype(found: dict[str, Tensor], directory: Path) -> np.dtype:
-    """Return the dtype that all tensors share, or float32 if some are quantised, because it represents every value.
+    """Return the dtype that all tensors share. If some are quantised, return float32, which represents every value.
 
     Raises:
         CheckpointError: the dtypes differ, so the caller has to choose one.

@@ -1,5 +1,5 @@
 # pyright: reportUnknownVariableType=false
-"""Downloads from the Hugging Face Hub, whose failures become one-sentence errors."""
+"""Downloads from the Hugging Face Hub. Every failure becomes a one-sentence error."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ _UNWANTED = ["*/*", "*.bin", "consolidated*"]
 
 
 def snapshot(repo_id: str, revision: str | None, wanted: Sequence[str], needed: Sequence[str]) -> Path:
-    """Return the local directory of a repo, after downloading the files that match the patterns `wanted`.
+    """Download the files of a repo that match the patterns in `wanted`, and return their local directory.
 
     Raises:
-        CheckpointError: the download failed; or the repo has GGUF files, but no file that matches a pattern `needed`.
+        CheckpointError: the download failed; or the repo has GGUF files, but no file matches a pattern in `needed`.
     """
     from huggingface_hub import snapshot_download  # lazily, because importing it takes half a second
 
@@ -33,7 +33,7 @@ def snapshot(repo_id: str, revision: str | None, wanted: Sequence[str], needed: 
 
 
 def file(source: hub_files.HubFile, revision: str | None) -> Path:
-    """Return the local path of one file in a repo, after downloading that file alone.
+    """Download one file of a repo, and return its local path.
 
     Raises:
         CheckpointError: the download failed, or the repo has no such file.
@@ -43,13 +43,13 @@ def file(source: hub_files.HubFile, revision: str | None) -> Path:
     with _one_sentence(_named(str(source), revision), source.repo_id, "file"):
         try:
             return Path(hf_hub_download(source.repo_id, source.name, revision=revision))
-        except errors.LocalEntryNotFoundError:  # also an EntryNotFoundError, but nobody asked the hub
+        except errors.LocalEntryNotFoundError:  # a subclass of EntryNotFoundError, raised without asking the hub
             raise
         except errors.EntryNotFoundError as error:
             choices = hub_files.choices(source.repo_id, _file_names(source.repo_id, revision, None))
             raise CheckpointError(
                 f"{_named(source.repo_id, revision)} has no file {source.name}, "
-                f"{f'but has {choices}' if choices else 'nor any other GGUF file; choose another repo'}."
+                f"{f'but has {choices}' if choices else 'and no other GGUF file; choose another repo'}."
             ) from error
 
 
@@ -58,7 +58,7 @@ def _named(source: str, revision: str | None) -> str:
 
 
 def _file_names(repo_id: str, revision: str | None, directory: Path | None) -> list[str]:
-    """Return the names of a repo's files, or of those in its local `directory` if the hub cannot be asked."""
+    """Return the names of a repo's files, or of those in its local `directory` if the hub cannot be reached."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -69,7 +69,7 @@ def _file_names(repo_id: str, revision: str | None, directory: Path | None) -> l
 
 @contextmanager
 def _one_sentence(name: str, repo_id: str, kind: str) -> Generator[None]:
-    """Raise CheckpointError, which says what to do, for every error of the hub's client in this block.
+    """Turn every error of the hub's client in this block into a CheckpointError that says what to do.
 
     Args:
         name: the source, with its revision.
@@ -106,5 +106,5 @@ def _one_sentence(name: str, repo_id: str, kind: str) -> Generator[None]:
         ) from error
     except Exception as error:  # the client passes on errors of its HTTP library
         raise CheckpointError(
-            f"{name} could not be downloaded ({brief(error)}); try again, it continues where it stopped."
+            f"{name} could not be downloaded ({brief(error)}); try again to resume the download."
         ) from error

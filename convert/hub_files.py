@@ -1,4 +1,4 @@
-"""GGUF files in Hugging Face repos: their spelling `org/name:file.gguf`, and those in the local cache."""
+"""GGUF files in Hugging Face repos: sources such as `org/repo:file.gguf`, and the files in the local cache."""
 
 import dataclasses
 import re
@@ -24,10 +24,10 @@ class HubFile:
 
 
 def parse(source: str) -> HubFile | None:
-    """Return the file that `source` names, or None if `source` is a repo id, without a colon.
+    """Return the file that `source` names, or None if `source` is a repo id without a colon.
 
     Raises:
-        CheckpointError: no whole GGUF file follows the colon.
+        CheckpointError: the text after the colon does not name a whole GGUF file.
     """
     spelled = _SPELLING.fullmatch(source)
     if spelled is None:
@@ -35,14 +35,14 @@ def parse(source: str) -> HubFile | None:
     repo_id, name = spelled.groups()
     if not name.lower().endswith(_SUFFIX) or "\\" in name or {"", ".", ".."} & {*name.split("/")}:
         raise CheckpointError(
-            f"{source} is neither a file here nor the name of a GGUF file in a Hugging Face repo; write "
-            f"'{repo_id}:file.gguf', with a file listed on {page(repo_id)}/tree/main."
+            f"{source} is neither a local file nor a GGUF file in a Hugging Face repo; write '{repo_id}:file.gguf' "
+            f"with a file listed on {page(repo_id)}/tree/main."
         )
     if part := _part(name):
         stem, count = part
         raise CheckpointError(
-            f"{source} is one of {count} parts; get all of them with `hf download {repo_id} --include '{stem}-*.gguf'`,"
-            " join them with `llama-gguf-split --merge FIRST_PART OUT.gguf` and pass that file."
+            f"{source} is one of {count} parts; download all parts with `hf download {repo_id} --include "
+            f"'{stem}-*.gguf'`, join them with `llama-gguf-split --merge FIRST_PART OUT.gguf` and pass OUT.gguf."
         )
     return HubFile(repo_id, name)
 
@@ -60,14 +60,14 @@ def choices(repo_id: str, names: Iterable[str]) -> str | None:
         return f"the GGUF files {listing(whole, 12)}; name one of them, as in '{repo_id}:{whole[0]}'"
     if found:
         return (
-            f"GGUF files in parts ({listing(found)}); download the parts of one, join them with `llama-gguf-split "
-            "--merge FIRST_PART OUT.gguf` and pass that file"
+            f"GGUF files in parts ({listing(found)}); download all parts of one file, join them with "
+            "`llama-gguf-split --merge FIRST_PART OUT.gguf` and pass OUT.gguf"
         )
     return None
 
 
 def cached() -> dict[HubFile, Path]:
-    """Return the whole GGUF files in the Hugging Face cache that can be named as a source, with their local paths.
+    """Return the local paths of the whole GGUF files in the Hugging Face cache that a source can name.
 
     Only the newest downloaded state of each repo's main branch counts, because a source without a revision means that
     branch.
@@ -91,6 +91,6 @@ def cached() -> dict[HubFile, Path]:
 
 
 def _part(name: str) -> tuple[str, int] | None:
-    """Return the common start of the names of a file's parts and their number, or None for a whole file."""
+    """Return the common prefix and the number of a file's parts, or None for a whole file."""
     part = _PART.fullmatch(name)
     return (part[1], int(part[2])) if part and int(part[2]) > 1 else None

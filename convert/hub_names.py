@@ -32,7 +32,7 @@ class Model:
 
     @property
     def source(self) -> str:
-        """The source that stands for the model: its repo, or its file in the repo."""
+        """The source of the model: its repo id, or its file in the repo."""
         return self.repo_id if self.file is None else f"{self.repo_id}:{self.file}"
 
     @property
@@ -86,7 +86,7 @@ def unknown(name: str, *others: str) -> str:
     meant = f", did you mean {near[0]!r}" if near else ""
     return (
         f"{name} is neither a directory nor a file here, nor a name that `jspec models` lists{meant}; "
-        "Hugging Face repo ids have the form 'org/model', or 'org/model:file.gguf' for one GGUF file."
+        "Hugging Face repo ids have the form 'org/repo', or 'org/repo:file.gguf' for one GGUF file."
     )
 
 

@@ -25,8 +25,8 @@ def load(source: str | Path, dtype: DTypeLike | None = None, revision: str | Non
     Peak memory use is the size of all arrays in the target dtype plus about one more array.
 
     Args:
-        source: the directory, the GGUF file, a Hugging Face repo id `org/model`, or a GGUF file in such a repo,
-            `org/model:file.gguf`.
+        source: the directory, the GGUF file, a Hugging Face repo id `org/repo`, or a GGUF file in such a repo,
+            `org/repo:file.gguf`.
         dtype: float32, bfloat16 or float16, as a name or a type; None keeps the stored dtype. Nearly all GGUF
             files are quantised or mix dtypes. For such files and for quantised safetensors, None means float32, which
             represents every value.

@@ -81,13 +81,13 @@ def _quantised(directory: Path) -> str | None:
             continue
         found = _names(directory, "*.safetensors")
         advice = (
-            "rename the file to model.safetensors, and describe the weights in config.json by a quantization_config "
-            f"with quant_method {method.lower()!r} and the fields of {name} (bits, group_size)"
+            "rename the file to model.safetensors, and add a quantization_config to config.json with quant_method "
+            f"{method.lower()!r} and the parameters from {name}, named bits, group_size and so on"
             if len(found) == 1
             else "choose a checkpoint whose config.json has a quantization_config"
         )
         held = listing(found) or "no *.safetensors file"
-        return f"{directory} holds weights quantised with {method} in the layout of old programs ({held}); {advice}."
+        return f"{directory} holds weights quantised with {method} in an old layout ({held}); {advice}."
     return None
 
 

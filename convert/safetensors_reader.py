@@ -27,7 +27,7 @@ _UNKNOWN_DTYPE = re.compile(r"unknown variant `(\w+)`")  # in the library's erro
 _CHUNK_BYTES = 16 * 2**20
 _TABLES = {"I64": np.dtype(np.int64), "BOOL": np.dtype(np.bool_)}
 _FLOAT8 = "F8_E4M3"
-# The dtypes of the integers, bytes and shapes that quantised weights are stored as.
+# The dtypes of the tensors that store quantised weights.
 QUANTIZED = {
     "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
@@ -70,10 +70,10 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tensor(Tensor):
-    """A tensor of dtype float8_e4m3fn, read without safetensors, which needs such a dtype in NumPy itself.
+    """A tensor of dtype float8_e4m3fn. safetensors cannot read it, because NumPy itself has no such dtype.
 
     Attributes:
-        offset: the position of the first byte in the file.
+        offset: the position of the tensor's first byte in the file.
     """
 
     offset: int
@@ -90,7 +90,7 @@ class Float8Tensor(Tensor):
                 f"{self.file} cannot be read ({error}); check its permissions and the disk."
             ) from error
         if data.size != count:
-            raise CheckpointError(f"{self.file} was cut short while it was read; read it again.")
+            raise CheckpointError(f"{self.file} was cut short while it was read; load it again.")
         values = data.view(self.dtype).reshape(-1, *self.shape[1:])
         return values[(slice(None), *index[1:])] if isinstance(index, tuple) else values
 
@@ -151,7 +151,7 @@ def _scan_file(file: Path, tables: Mapping[str, str], more: Mapping[str, np.dtyp
 
 
 def _with_offsets(found: list[Tensor], file: Path) -> list[Tensor]:
-    """Return `found` with each float8 tensor as a `Float8Tensor`. The library has checked the header."""
+    """Return `found` with each float8 tensor as a `Float8Tensor`. safetensors has already checked the header."""
     if not any(tensor.dtype == QUANTIZED[_FLOAT8] for tensor in found):
         return found
     with file.open("rb") as stream:
@@ -176,7 +176,7 @@ def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str], more: Ma
         advice = "" if more else ", or restore the config.json whose quantization_config describes these weights"
         raise CheckpointError(
             f"{name} in {file} is {code}; expected one of {', '.join(known)}: choose a "
-            f"checkpoint in one of these{advice}."
+            f"checkpoint in one of these dtypes{advice}."
         )
     return dtype
 
@@ -197,8 +197,8 @@ def scan(
         more: further dtypes that a tensor may have, by their names in safetensors.
 
     Raises:
-        CheckpointError: a file is damaged or missing; a tensor is in two files or has a dtype other than F32, BF16, F16
-            and those of `more`; or the index maps a tensor to a file that does not hold it.
+        CheckpointError: a file is damaged or missing; a tensor is in two files; a dtype is not F32, BF16, F16 or in
+            `more`; or the index maps a tensor to a file that does not hold it.
     """
     chosen = weight_files.find(directory, single)
     found: dict[str, Tensor] = {}

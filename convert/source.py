@@ -15,7 +15,12 @@ _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:.*)?", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class _Patterns:
-    """Patterns of files in a repo: those to download, and those of which one must exist if the repo has GGUF files."""
+    """Patterns of file names in a repo.
+
+    Attributes:
+        wanted: the files to download.
+        needed: the files of which at least one must exist if the repo has GGUF files.
+    """
 
     wanted: tuple[str, ...]
     needed: tuple[str, ...]
@@ -31,8 +36,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     """Return the local path of `source`.
 
     A `source` that exists is returned unchanged. Otherwise, it is resolved as a model name (`convert.hub_names`), a
-    Hugging Face repo id `org/name`, or a GGUF file in such a repo, `org/name:file.gguf`. Of such a file's repo, nothing
-    else is downloaded. A named model is downloaded only if it is not found on this machine.
+    Hugging Face repo id `org/repo`, or a GGUF file in such a repo, `org/repo:file.gguf`. A file is downloaded without
+    the rest of its repo. A named model is downloaded only if it is not found on this machine.
 
     Raises:
         CheckpointError: `source` is not a directory, a GGUF file, or a name, repo id or file that can be downloaded; or
@@ -42,10 +47,10 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
 
 
 def resolve_weights(source: str | Path, revision: str | None = None) -> Path:
-    """Resolve `source` for reading weights: also reject a repo that has its weights only in GGUF files.
+    """Resolve `source` for reading weights. Also reject a repo whose weights are only in GGUF files.
 
     Raises:
-        CheckpointError: under the same conditions as `resolve`, or the repo's GGUF files must be named.
+        CheckpointError: under the same conditions as `resolve`, or if one of the repo's GGUF files must be named.
     """
     return _find(source, revision, _WEIGHTS)
 

@@ -50,7 +50,7 @@ def kind(name: str, number: int, file: Path) -> "gguf.GGMLQuantizationType":
 
 
 def file_type(metadata: dict[str, Json]) -> str | None:
-    """Return the quantisation of most of a file's tensors, such as "Q4_K_M", or None if the metadata do not say."""
+    """Return the quantisation of most of a file's tensors, such as "Q4_K_M", or None if the metadata lacks it."""
     import gguf  # lazily: the import is slow, and only GGUF files need it
 
     try:

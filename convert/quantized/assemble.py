@@ -9,21 +9,21 @@ from convert.quantized.base import Format, Part, QuantizedTensor
 from convert.quantized.methods import SUFFIXES
 from convert.safetensors_reader import Tensor
 
-_FIX = "restore whichever of config.json and the weights is not the original"
+_FIX = "restore the model's own config.json and weights"
 
 
 def assemble(
     stored: Mapping[str, Tensor], form: Format, shapes: Mapping[str, tuple[int, ...]], directory: Path
 ) -> dict[str, Tensor]:
-    """Return `stored` with one tensor in place of those that store a quantised matrix together.
+    """Return `stored` with one tensor for each quantised matrix, in place of the tensors that store its parts.
 
-    A matrix is quantised if the checkpoint stores it so. Tensors of activations that `form` names are left out.
+    The stored tensors decide which matrices are quantised. Tensors with a suffix in `form.unread` are left out.
 
     Args:
-        shapes: the shapes of the tensors of a checkpoint without quantisation, by name.
+        shapes: the shapes that the tensors would have without quantisation, by name.
 
     Raises:
-        CheckpointError: parts are missing, misshapen or of another format, or nothing is quantised.
+        CheckpointError: parts are missing, misshapen or in another format, or no matrix is quantised.
     """
     left = {name: tensor for name, tensor in stored.items() if _suffix(name) not in form.unread}
     made: dict[str, Tensor] = {}
@@ -35,7 +35,9 @@ def assemble(
                 del left[part.name]
             _drop_zero_bias(left, name, shapes)
     if not made:
-        raise CheckpointError(f"{directory} has no matrix in {form.label}, as its config.json says; {_FIX}.")
+        raise CheckpointError(
+            f"{directory} has no matrix in {form.label}, the format that its config.json names; {_FIX}."
+        )
     _check_rest(left, made, form, directory)
     return left | made
 
@@ -49,7 +51,7 @@ def _module(name: str) -> str:
 
 
 def _parts(stored: Mapping[str, Tensor], name: str, form: Format) -> dict[str, Tensor]:
-    """Return the tensors that store the matrix `name`, by their suffix; none if the matrix is plain or missing."""
+    """Return the tensors that store the matrix `name`, by suffix; none if it is missing or not quantised."""
     names = {suffix: f"{_module(name)}.{suffix}" for suffix in form.SUFFIXES}
     parts = {suffix: stored[part] for suffix, part in names.items() if part in stored}
     is_plain = parts.keys() == {"weight"} and parts["weight"].dtype in dtypes.BY_NAME.values()
@@ -74,7 +76,10 @@ def _matrix(
     unknown = parts.keys() - expected.keys()
     if unknown:
         surplus = listing(parts[suffix].name for suffix in unknown)
-        raise CheckpointError(f"{directory} has unexpected {surplus}, which this {form.label} does not have; {_FIX}.")
+        raise CheckpointError(
+            f"{directory} has unexpected {surplus}, not part of {form.label} with the parameters in "
+            f"config.json; {_FIX}."
+        )
     for suffix, part in expected.items():
         if suffix in parts:
             _check_part(parts[suffix], part, form)
@@ -90,19 +95,19 @@ def _check_part(tensor: Tensor, part: Part, form: Format) -> None:
     if tensor.shape not in part.shapes:
         raise CheckpointError(
             f"{tensor.name} in {tensor.file} has shape {list(tensor.shape)}, expected {list(part.shapes[-1])} in "
-            f"{form.label} with the bits and groups of its configuration; {_FIX}."
+            f"{form.label} with the bits and groups in config.json; {_FIX}."
         )
 
 
 def _drop_zero_bias(left: dict[str, Tensor], name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Remove a bias that the model does not have if it is 0 everywhere, because AutoGPTQ writes such biases."""
+    """Remove an extra bias if all its values are 0, because AutoGPTQ writes such biases."""
     bias = f"{_module(name)}.bias"
     if bias in left and bias not in shapes and not left[bias].read_part(...).any():
         del left[bias]
 
 
 def _check_rest(left: Mapping[str, Tensor], made: Mapping[str, Tensor], form: Format, directory: Path) -> None:
-    """Check the tensors that are in no quantised matrix."""
+    """Check the tensors that are not part of a quantised matrix."""
     strange = {name for name in left if name in made or _suffix(name) in SUFFIXES - {"weight"}}
     if strange:
         raise CheckpointError(

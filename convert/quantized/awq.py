@@ -1,4 +1,4 @@
-"""AWQ in the layout "gemm" of AutoAWQ: 4-bit values, a scale and a zero point for each group of columns.
+"""AWQ in AutoAWQ's layout "gemm": 4-bit values, with a scale and a zero point for each group of columns.
 
 ``qweight`` is ``int32[I, O / 8]`` and ``qzeros`` ``int32[G, O / 8]``. Each word holds eight consecutive outputs,
 interleaved. ``scales`` is ``float16[G, O]``.
@@ -17,7 +17,7 @@ from convert.quantized.int32 import unpacked_columns
 from convert.safetensors_reader import Tensor
 
 _BITS, _PACKED = 4, 8
-# A word holds the outputs 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first. These are the places of the outputs 0 to 7.
+# A word holds the outputs 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. These are the places of the outputs 0 to 7.
 _PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
@@ -39,7 +39,7 @@ def _outputs(tensor: Tensor, start: int, stop: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Format):
-    """AWQ with groups of `group_size` columns; None for one group."""
+    """AWQ with groups of `group_size` columns; None means one group."""
 
     SUFFIXES: ClassVar = frozenset({"qweight", "qzeros", "scales"})
     group_size: int | None = None
@@ -59,8 +59,8 @@ class Awq(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         size = columns if self.group_size is None else self.group_size
-        fields.check_multiple(columns, size, "columns are not whole groups")
-        fields.check_multiple(rows, _PACKED, "rows are not whole words")
+        fields.check_multiple(columns, size, "columns cannot be divided into groups")
+        fields.check_multiple(rows, _PACKED, "rows cannot be divided into words")
         return {
             "qweight": Part((INT32,), ((columns, rows // _PACKED),)),
             "qzeros": Part((INT32,), ((columns // size, rows // _PACKED),)),

@@ -1,4 +1,4 @@
-"""The contract of a quantisation format: it turns the tensors that store a matrix into one that is read by rows."""
+"""The interface of quantisation formats: each combines the tensors that store a matrix into one, read by rows."""
 
 import abc
 import dataclasses
@@ -18,9 +18,9 @@ class Part(NamedTuple):
     """One of the tensors that store a matrix.
 
     Attributes:
-        dtypes: the names of the dtypes that it may have.
-        shapes: the shapes that it may have.
-        required: whether it must exist.
+        dtypes: the names of the dtypes that the tensor may have.
+        shapes: the shapes that the tensor may have.
+        required: whether the tensor must exist.
     """
 
     dtypes: tuple[str, ...]
@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
 
 class QuantizedRows(NamedTuple):
-    """Some rows of a matrix as they are stored: ``(values - zeros) * scales`` are the weights.
+    """Some rows of a matrix as they are stored. The weights are ``(values - zeros) * scales``.
 
     Attributes:
         values: the quantised weights ``[R, I]``.
-        scales: the scale of each group ``[R, G]``. A size of 1 in place of R stands for all rows.
-        zeros: the zero point of each group, like `scales`; None if it is 0 everywhere.
+        scales: the scale of each group ``[R, G]``, or ``[1, G]`` if all rows share their scales.
+        zeros: the zero point of each group, shaped like `scales`; None if all are 0.
         groups: the index of each column's group ``[I]``.
     """
 
@@ -93,15 +93,15 @@ class QuantizedTensor(Tensor, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Format(abc.ABC):
-    """A quantisation format, with the parameters that config.json names.
+    """A quantisation format, with its parameters from config.json.
 
     Attributes:
-        SUFFIXES: the last components of the names of the tensors that store a matrix. "weight" is also that of a plain
-            matrix.
+        SUFFIXES: the last components of the names of the tensors that store a matrix. The name of a matrix that is not
+            quantised also ends in "weight".
         label: the format's name, for messages.
-        ignored: the names of the modules that config.json says are not quantised.
+        ignored: the names of the modules that config.json lists as not quantised.
         unread: the last components of the names of tensors that are not read, because they concern activations.
-        notes: sentences about what config.json asks for and this package does not do.
+        notes: sentences about the parts of config.json that this package does not follow.
     """
 
     SUFFIXES: ClassVar[frozenset[str]]
@@ -116,7 +116,7 @@ class Format(abc.ABC):
         """Return the tensors that store a matrix ``[rows, columns]``, by the last component of their names.
 
         Raises:
-            CheckpointError: such a matrix is not a whole number of groups or packed words.
+            CheckpointError: the matrix cannot be divided into groups or packed words.
         """
 
     @abc.abstractmethod

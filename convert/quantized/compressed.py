@@ -1,8 +1,8 @@
-"""compressed-tensors, which llm-compressor writes: int4, int8 and float8 weights, packed into words or not.
+"""The compressed-tensors formats of llm-compressor: int4, int8 and float8 weights, packed into words or not.
 
 "pack-quantized" stores ``weight_packed``, ``int32[O, ceil(I * bits / 32)]``, with an offset that makes the values
-unsigned, and ``weight_shape``, ``[O, I]``. Its ``weight_zero_point`` is packed likewise, but downwards. The other
-formats store ``weight`` and ``weight_zero_point`` as int8 or float8. ``weight_scale`` has one entry for each block.
+unsigned, and ``weight_shape``, ``[O, I]``. Its ``weight_zero_point`` is packed along axis 0 instead. The other formats
+store ``weight`` and ``weight_zero_point`` as int8 or float8. ``weight_scale`` has one entry for each block.
 """
 
 import dataclasses
@@ -62,9 +62,7 @@ class Compressed(Format):
             CheckpointError: a field is invalid, or describes a format that is not supported.
         """
         scheme, activations = parse_scheme(raw), quantized_activations(raw)
-        note = (
-            f"{', '.join(activations)}: activations are not quantised, as this checkpoint expects; only its weights are"
-        )
+        note = f"ignoring {', '.join(activations)}, because activations and the KV cache are not quantised"
         return cls(
             f"{scheme.format} compressed-tensors",
             fields.names(raw, "ignore"),
@@ -102,8 +100,8 @@ class Compressed(Format):
         stored = tuple(parts["weight_shape"].read_part(...).tolist())
         if stored != shape:
             raise CheckpointError(
-                f"{parts['weight_shape'].name} is {list(stored)}, expected {list(shape)} by the configuration; restore "
-                "whichever of the two files is not the original."
+                f"{parts['weight_shape'].name} is {list(stored)}, expected {list(shape)} according to "
+                "config.json; restore the model's own files."
             )
         place = name, parts["weight_packed"].file, np.dtype(np.float32), shape, self.label, parts
         return PackedTensor(*place, self.scheme.bits, self.scheme.grid)

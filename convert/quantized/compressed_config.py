@@ -12,7 +12,7 @@ from convert.quantized import fields
 from convert.quantized.fp8 import block_grid
 from convert.quantized.grid import Grid
 
-# Format -> the types of number that it stores.
+# Format -> the number types that the format can store.
 _FORMATS: dict[str, tuple[Json, ...]] = {
     "pack-quantized": ("int",),
     "int-quantized": ("int",),
@@ -28,12 +28,12 @@ _ACTIVATIONS = ("input_activations", "output_activations")
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How all quantised matrices of a checkpoint are stored.
+    """The storage of all quantised matrices of a checkpoint.
 
     Attributes:
-        format: one of the names in compressed-tensors.
+        format: the name of the format in compressed-tensors.
         is_float: whether the values are float8_e4m3fn instead of integers.
-        bits: the number of bits of an integer.
+        bits: the number of bits of a value.
         is_symmetric: whether all zero points are 0.
         grid: the blocks that share a scale.
         reorders: whether ``weight_g_idx`` names the group of each column.
@@ -51,20 +51,20 @@ def parse_scheme(raw: Fields) -> Scheme:
     """Return the scheme of the weights.
 
     Raises:
-        CheckpointError: a field is invalid or not supported, or the groups differ in how they store weights.
+        CheckpointError: a field is invalid or not supported, or the entries of config_groups differ.
     """
     _check_dense(raw)
     schemes = {_scheme(raw, group) for group in _groups(raw)}
     if len(schemes) > 1:
         raise CheckpointError(
-            f"config_groups stores weights in {len(schemes)} ways; only one for all matrices can be read, so choose "
+            f"config_groups describes {len(schemes)} ways to store weights, but all matrices must share one; choose "
             "another checkpoint."
         )
     return schemes.pop()
 
 
 def quantized_activations(raw: Fields) -> list[str]:
-    """Return the names of the fields that ask for quantised activations or a quantised cache."""
+    """Return the names of the fields that ask for quantised activations or a quantised KV cache."""
     found = {key for group in _groups(raw) for key in _ACTIVATIONS if group.get(key) is not None}
     return sorted(found) + [key for key in ("kv_cache_scheme",) if raw.get(key) is not None]
 
@@ -100,7 +100,7 @@ def _scheme(raw: Fields, group: Fields) -> Scheme:
     bits = cast("int", fields.one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8))
     symmetric = flag(weights, "symmetric", True)
     if kind == "float" and not symmetric:
-        raise CheckpointError("symmetric is false for float weights; only true can be read: choose another checkpoint.")
+        raise CheckpointError("symmetric is false for float weights, but must be true; choose another checkpoint.")
     order = weights.get("actorder")
     grid = _grid(weights, kind, form)
     reorders = order is True or (isinstance(order, str) and order.lower() in ("group", "dynamic"))

@@ -9,7 +9,7 @@ from convert.json_file import Json
 
 
 def one_of(raw: Fields, key: str, supported: tuple[Json, ...], default: Json = None) -> Json:
-    """Return a field's value. Raise CheckpointError unless it is one of `supported`. Null counts as missing."""
+    """Return a field's value. Raise CheckpointError if the value is not in `supported`. Null counts as missing."""
     value = default if raw.get(key) is None else raw[key]
     value = value.lower() if isinstance(value, str) else value
     if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in supported):
@@ -21,17 +21,17 @@ def one_of(raw: Fields, key: str, supported: tuple[Json, ...], default: Json = N
 
 
 def group_size(raw: Fields, default: int | None = None) -> int | None:
-    """Return the number of columns that share a scale; None if all columns of a row do, which is written as -1."""
+    """Return the number of columns that share a scale, or None if each row has one scale (written as -1)."""
     value = raw.get("group_size")
     return None if value == -1 and isinstance(value, int) else integer(raw, "group_size", default)
 
 
 def absent(raw: Fields, *keys: str) -> None:
-    """Raise CheckpointError if one of `keys` is neither missing nor null, false or empty."""
+    """Raise CheckpointError unless each of `keys` is missing, null, false or empty."""
     for key in keys:
         if raw.get(key):
             raise CheckpointError(
-                f"{key} is set, which changes the weights and is not read; choose another checkpoint."
+                f"{key} is set, which changes the weights and is not supported; choose another checkpoint."
             )
 
 

@@ -1,6 +1,6 @@
 """The fine-grained FP8 of transformers: float8_e4m3fn weights with a scale for each block or for the whole matrix.
 
-Despite its name, ``weight_scale_inv`` is what a stored weight is multiplied by.
+Despite its name, ``weight_scale_inv`` multiplies the stored weights.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Fp8(Format):
         """
         fields.one_of(raw, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         scheme = fields.one_of(raw, "activation_scheme", ("dynamic", "static"), "dynamic")
-        note = f"the activations are not quantised to FP8 ({scheme}), as this checkpoint expects; only its weights are"
+        note = f"ignoring activation_scheme {scheme!r}, because activations are not quantised"
         ignored = fields.names(raw, "modules_to_not_convert") | fields.names(raw, "ignored_layers")
         unread = frozenset({"activation_scale", "input_scale"} if scheme == "static" else ())
         return cls("FP8", ignored, unread, (note,), grid=block_grid(raw, "weight_block_size", [128, 128]))
@@ -55,7 +55,7 @@ def block_grid(raw: Fields, key: str, default: list[int] | None = None) -> Grid:
     """Return the grid of a field such as [128, 128]. If the field is null, the whole matrix is one block.
 
     Raises:
-        CheckpointError: the field is something else.
+        CheckpointError: the field is neither null nor two positive integers.
     """
     value = raw.get(key, default)
     if value is None:

@@ -25,7 +25,7 @@ class GptqTensor(QuantizedTensor):
 
     Attributes:
         bits: the number of bits of a value.
-        shift: what is added to the stored zero points.
+        shift: the number that is added to the stored zero points.
         reorders: whether `g_idx` may be out of order.
     """
 
@@ -60,7 +60,7 @@ class GptqTensor(QuantizedTensor):
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Format):
-    """GPTQ with groups of `group_size` columns, None for one group. See `GptqTensor` for the other attributes."""
+    """GPTQ with groups of `group_size` columns; None means one group. See `GptqTensor` for the other attributes."""
 
     SUFFIXES: ClassVar = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     group_size: int | None = None
@@ -90,9 +90,9 @@ class Gptq(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         size, packed = columns if self.group_size is None else self.group_size, 32 // self.bits
-        fields.check_multiple(columns, size, "columns are not whole groups")
-        fields.check_multiple(columns, packed, "columns are not whole words")
-        fields.check_multiple(rows, packed, "rows are not whole words")
+        fields.check_multiple(columns, size, "columns cannot be divided into groups")
+        fields.check_multiple(columns, packed, "columns cannot be divided into words")
+        fields.check_multiple(rows, packed, "rows cannot be divided into words")
         return {
             "qweight": Part((INT32,), ((columns // packed, rows),)),
             "qzeros": Part((INT32,), ((columns // size, rows // packed),)),

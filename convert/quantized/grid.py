@@ -11,7 +11,7 @@ from convert.safetensors_reader import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The blocks of a matrix that share a scale. The last ones may be cut off by the edge of the matrix.
+    """The blocks of a matrix that share a scale. The last blocks may be cut off by the edge of the matrix.
 
     Attributes:
         height: the number of rows in a block; None for all rows.
@@ -29,10 +29,10 @@ class Grid:
         """Return the index of each column's block.
 
         Args:
-            index: the tensor ``weight_g_idx`` that names these indices, if the columns are out of order.
+            index: the tensor ``weight_g_idx``, which holds these indices if the columns are out of order.
 
         Raises:
-            CheckpointError: `index` does not hold each index as often as columns in order would.
+            CheckpointError: `index` does not assign the same number of columns to each block.
         """
         in_order = np.arange(columns) // min(self.width or columns, columns)
         if index is None:
@@ -42,13 +42,13 @@ class Grid:
             return in_order
         if not np.array_equal(np.sort(groups), in_order):
             raise CheckpointError(
-                f"{index.name} in {index.file} does not name each of {in_order[-1] + 1} groups equally often; download "
-                "the file again."
+                f"{index.name} in {index.file} does not assign equally many columns to each of {in_order[-1] + 1} "
+                "groups; download the file again."
             )
         return groups
 
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
-        """Return the entries of `tensor`, which has one for each block, for the rows from `start` to `stop`."""
+        """Return the entries of `tensor`, one for each block, for the rows from `start` to `stop`."""
         if self.height is None:
             return tensor.read_part(...).reshape(1, -1)
         first = start // self.height
@@ -58,7 +58,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class GridTensor(QuantizedTensor):
-    """A matrix whose parts are "weight", `scale` and perhaps "weight_zero_point" and "weight_g_idx"."""
+    """A matrix with the parts "weight" and `scale`, and optionally "weight_zero_point" and "weight_g_idx"."""
 
     scale: str
     grid: Grid

@@ -1,4 +1,4 @@
-"""Unpacking of small integers from int32 words, the lowest bits first."""
+"""Unpacking of small integers from int32 words, which store the first integer in the lowest bits."""
 
 import numpy as np
 
@@ -12,17 +12,17 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpacked_columns(tensor: Tensor, start: int, stop: int, bits: int) -> tuple[np.ndarray, int]:
-    """Return the values in whole words of each row that include the columns from `start` to `stop`.
+    """Return the values of all words that hold the columns from `start` to `stop`, for each row.
 
     Returns:
-        The values, and the index in them of the column `start`.
+        The values, and the index of the column `start` among them.
     """
     first, last = _words(start, stop, bits)
     return unpack(tensor.read_part((slice(None), slice(first, last))), bits), start - first * 32 // bits
 
 
 def unpacked_rows(tensor: Tensor, start: int, stop: int, bits: int) -> np.ndarray:
-    """Return the rows from `start` to `stop` of a matrix whose columns are packed downwards."""
+    """Return the rows from `start` to `stop` of a matrix whose values are packed along axis 0."""
     first, last = _words(start, stop, bits)
     skipped = start - first * 32 // bits
     return unpack(tensor.read(slice(first, last)).T, bits).T[skipped : skipped + stop - start]

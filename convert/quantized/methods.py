@@ -1,4 +1,4 @@
-"""The quantisation section of config.json: the formats that are read, and the names of those that are not."""
+"""The quantisation section of config.json: the supported formats, and the names of unsupported formats."""
 
 import reprlib
 from collections.abc import Callable
@@ -45,21 +45,22 @@ def parse(raw: Fields) -> Format | None:
     """Return the format of the weights that config.json describes; None for weights without quantisation.
 
     Raises:
-        CheckpointError: the weights are in a format that is not supported. The error names it.
+        CheckpointError: the weights are in a format that is not supported. The message names the format.
     """
     present = [key for key in SECTIONS if raw.get(key) is not None]
     if not present:
         return None
     if len(present) > 1:
         raise CheckpointError(
-            f"{' and '.join(present)} both describe quantised weights; delete the one that does not belong to them."
+            f"{' and '.join(present)} both describe quantised weights; delete the section that does not describe these "
+            "weights."
         )
     key, section = present[0], raw[present[0]]
     reader = _FORMATS.get(str(_quant_method(key, section)).lower())
     if reader is None or not isinstance(section, dict):
         raise CheckpointError(
             f"{key} is for weights quantised with {_method(key, section)}, which {_reason(key, section)}; choose the "
-            "unquantised checkpoint that it was made from."
+            "unquantised checkpoint that they were made from."
         )
     try:
         return reader(section)

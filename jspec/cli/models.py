@@ -11,7 +11,7 @@ from jspec.cli.common import option
 
 
 def models(as_json: Annotated[bool, option("--json", None, "Print one JSON object per line.")] = False) -> None:
-    """List the models that have a short name for --target, jspec.load and jspec.pretrained, and cached GGUF files.
+    """List models with a short name for --target, jspec.load and jspec.pretrained, and the GGUF files in the cache.
 
     The command does not use the network. A model marked "here" was found in its package or in the Hugging Face cache.
     """
@@ -65,7 +65,7 @@ def _print_table(found: dict[str, Path | None]) -> None:
     pairs = [f"{model.draft} for {name}" for name, model in names.MODELS.items() if model.draft]
     console.print(
         "\njspec.pretrained uses prompt lookup for every model, and falls back to a trained head for smollm2. "
-        f"Draft models, for --draft: {', '.join(pairs)}."
+        f"Draft models for --draft: {', '.join(pairs)}."
     )
 
 

@@ -96,8 +96,8 @@ ActivationBits = Annotated[
     str,
     choice(
         "--activation-bits",
-        "Round the activations that multiply packed weights to integers of that size; with 8, several draft tokens are "
-        "verified fastest [default: 24].",
+        "Number of bits to which activations are rounded before they multiply packed weights. 8 makes verification "
+        "fastest [default: 24].",
         "8",
         "16",
         "24",

@@ -43,8 +43,8 @@ def plan(
 ) -> None:
     """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how many tokens to draft.
 
-    Only their configurations are read: a folder with config.json is enough, and from a Hugging Face repo only
-    config.json, or the GGUF file that is named, is downloaded. Nothing is measured; for measurements, use jspec tune.
+    Only their configurations are read, so a folder with config.json is enough. From a Hugging Face repo, only
+    config.json or the named GGUF file is downloaded. Nothing is measured; for measurements, use jspec tune.
     """
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")

@@ -17,8 +17,8 @@ from jspec.core.types import check_count
 def frequent_tokens(tokens: ArrayLike, count: int, vocab_size: int, always: Sequence[int] = ()) -> np.ndarray:
     """Return the `count` most frequent tokens of ``tokens int[N]``, as ``int64[count]`` in ascending order.
 
-    Text that the target generated predicts best which tokens it will accept. Among tokens that occur equally often,
-    those with the lowest ids are chosen.
+    Count text that the target generated, because it best predicts which tokens the target will accept. Among tokens
+    that occur equally often, those with the lowest ids are chosen.
 
     Args:
         tokens: the tokens to count, such as the output of `jspec.generate` without its padding.
@@ -37,7 +37,7 @@ def frequent_tokens(tokens: ArrayLike, count: int, vocab_size: int, always: Sequ
     if not least <= count <= vocab_size:
         raise ValueError(
             f"count={count} must be from {least}, the number of tokens in always, to {vocab_size}, the vocabulary's "
-            "size; choose a count between them."
+            "size; choose a count in this range."
         )
     counts = np.bincount(tokens, minlength=vocab_size)
     counts[needed] = tokens.size + 1
@@ -78,8 +78,8 @@ def checked_vocabulary(tokens: ArrayLike, vocab_size: int) -> np.ndarray:
     values, counts = np.unique(tokens, return_counts=True)
     if values.size < tokens.size:
         raise ValueError(
-            f"tokens holds token {values[counts.argmax()]} {counts.max()} times; name every token once, as "
-            "numpy.unique does."
+            f"Token {values[counts.argmax()]} occurs {counts.max()} times in tokens; pass each token once, for example "
+            "with numpy.unique."
         )
     return tokens
 

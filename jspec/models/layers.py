@@ -148,11 +148,11 @@ class Embed(nnx.Module):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that it holds."""
+        """The number of tokens in the matrix."""
         return self.weight.shape[1] if self.packed is None else sum(part.out_size for part in self.packed)
 
     def select(self, tokens: ArrayLike) -> "Embed":
-        """Return an output head that holds only the distinct ``tokens[D]``, as they are stored here."""
+        """Return an output head for only the distinct ``tokens[D]``, stored in the same format as this matrix."""
         head: Embed = jax.tree.map(_same, self)  # a copy of the tree
         if self.packed is not None:
             head.packed = nnx.data(nnx.List(select(self.packed, tokens)))

@@ -41,8 +41,8 @@ def load(
 
     Args:
         source: a Hugging Face directory (config.json and safetensors), a Hugging Face repo id such as
-            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, a GGUF file, or a GGUF file in a
-            Hugging Face repo, spelled "org/repo:file.gguf". Weights in AWQ, GPTQ, FP8 or compressed-tensors are
+            "meta-llama/Llama-3.2-1B", a directory written by ``jspec convert``, or a GGUF file. A GGUF file in a
+            Hugging Face repo is written as "org/repo:file.gguf". Weights in AWQ, GPTQ, FP8 or compressed-tensors are
             dequantised while they are read.
         dtype: the dtype of activations, KV cache, and weights that are not packed. The default is float32 on CPU,
             bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16, such as a T4.
@@ -55,9 +55,9 @@ def load(
             float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on a CPU with
             AVX-512 VNNI if `dtype` is float32 and neither `quantize` nor `sharding` is given. Without a C++ compiler,
             they are widened.
-        activation_bits: 8 or 16 rounds the activations that multiply packed matrices, 32 at a time, to integers of that
-            size, which makes passes over several rows faster. It changes the model: every decoding function then uses
-            the distribution of the rounded model. Matrices of bfloat16 or float16 always multiply in float32.
+        activation_bits: with 8 or 16, activations that multiply packed matrices are rounded, 32 at a time, to integers
+            of that size. Passes over several rows are then faster. Rounding changes the model: every decoding function
+            uses the distribution of the rounded model. Matrices of bfloat16 or float16 always multiply in float32.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -65,9 +65,9 @@ def load(
     Raises:
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
-        ValueError: `packed` is True on another device than a CPU, or with `quantize` or `sharding`,
-            `activation_bits` is unknown or matrices are not packed, `quantize` is unknown, a weight is not finite and
-            so cannot be quantised, `sharding` cannot divide a weight, or the dtype is float16 and activations exceed
+        ValueError: `packed` is True on a device other than a CPU, or with `quantize` or `sharding`; `activation_bits`
+            is unknown, or less than 24 without packed matrices; `quantize` is unknown; a weight is not finite and so
+            cannot be quantised; `sharding` cannot divide a weight; or the dtype is float16 and activations exceed
             60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
@@ -105,7 +105,7 @@ def _check_activation_bits(bits: int, is_packed: bool) -> None:
         raise ValueError(f"activation_bits is {bits!r}; expected 8, 16 or 24.")
     if bits < 24 and not is_packed:
         raise ValueError(
-            f"activation_bits={bits} needs packed matrices, and this model's are not packed; on a CPU, pass "
+            f"activation_bits={bits} needs packed matrices, but this model has none; on a CPU, pass "
             "packed=True without quantize and sharding, or leave out activation_bits."
         )
 

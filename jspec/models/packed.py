@@ -8,8 +8,8 @@ Both ways use the weights of the file. The kernel rounds 32 activations at a tim
 error of each is at most 2^-22 of the largest of the 32. For activations of similar size, the product is more accurate
 than a float32 product. XLA's product, in contrast, keeps a small activation's own precision beside a large one.
 
-On request, activations are rounded to integers of 16 or 8 bits, which multiply faster. The error is then at most half
-of the largest of the 32, divided by 32,639 or 127. Both ways round. Formats of 16 bits always multiply in float32.
+On request, both ways round activations to integers of 16 or 8 bits, which the kernel multiplies faster. The error of
+each is then at most half the largest of the 32, divided by 32,639 or 127. 16-bit formats always multiply in float32.
 """
 
 import functools

@@ -25,7 +25,7 @@ class Weights:
     Attributes:
         itemsize: the number of bytes per value in weights, activations and cache.
         quantized: whether matrices are int8 with a float32 scale per output channel. See `jspec.models.quantize`.
-        num_outputs: the number of tokens in the output head, which is then separate from the embedding; None for all.
+        num_outputs: the number of tokens in a separate output head; None for the output head that `config` describes.
     """
 
     config: LlamaConfig

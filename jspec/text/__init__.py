@@ -37,8 +37,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> TokenizerFile:
     """Return the tokenizer of a checkpoint.
 
     Args:
-        source: a folder, a GGUF file, a model name, a Hugging Face repo id or a GGUF file in a Hugging Face repo,
-            spelled "org/repo:file.gguf". A folder's tokenizer.json is used without changes. A GGUF file contains its
+        source: a folder, a GGUF file, a model name, a Hugging Face repo id, or a GGUF file in such a repo, written as
+            "org/repo:file.gguf". A folder's tokenizer.json is used without changes. A GGUF file contains its
             own tokenizer and chat template.
 
     Raises:

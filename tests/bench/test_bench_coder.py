@@ -21,7 +21,7 @@ GREEDY = "plain", "draft model, K = 1", "lookup", "lookup, else draft model"
 
 @pytest.fixture
 def short(monkeypatch):
-    """Use two kinds of question, with short questions."""
+    """Use short questions of two kinds."""
     monkeypatch.setattr(chats, "CODE_KINDS", ("bugs", "tests"))
     monkeypatch.setattr(chats, "questions", lambda kind: [f"the {kind}", "in a"])
 
@@ -40,7 +40,7 @@ def answers(*options):
 
 
 def report(folder, *options):
-    """Return the notes and the rows by question kind, batch size and program."""
+    """Run the command, and return its notes and its rows by question kind, batch size and program."""
     code, out = answers("--pair", "qwen-coder", "--output", folder, *options)
     assert code == 0, out
     (file,) = folder.glob("answers-qwen-coder-t*-cpu.json")
@@ -85,7 +85,7 @@ def test_llama_cpp_and_its_lookup_decode_the_same_file(pair, tmp_path):
 
 
 def test_all_programs_answer_a_question_before_the_next(monkeypatch):
-    """The first question of a width is also asked once before it is timed."""
+    """The first question of each width is also answered once before timing."""
     order = []
     monkeypatch.setattr(chats, "ends", lambda subject: ())
 
@@ -128,7 +128,7 @@ MISTAKES = {
     "repeats": (["--pair", "qwen-coder", "--repeats", "2"], "--repeats works only without --pair"),
     "draft": (["--draft", "x"], "--draft works only with --pair"),
     "two lengths": (["--num-draft-tokens", "1", "--num-draft-tokens", "2"], "may be repeated only with --pair"),
-    "left over": (["--pair", "qwen-coder", "--questions", "9"], "9 questions cannot be answered 8 at once"),
+    "left over": (["--pair", "qwen-coder", "--questions", "9"], "--questions 9 is not a multiple of --batch 8"),
     "short": (["--pair", "qwen-coder", "--tune", "--max-new-tokens", "7"], "--tune needs at least 8 new tokens"),
     "noise": (["--pair", "qwen-coder", "--transformers", "--temperature", "1"], "--transformers decodes only greedily"),
     "no model": (["--pair", "qwen-coder", "--target", "x", "--draft", "lookup"], "requires a draft model"),

@@ -45,7 +45,7 @@ MISTAKES = {
     "tokenizer alone": (["x", "--tokenizer", "TARGET"], 2, "--tokenizer needs a target, because the bundled"),
     "draft, and none": (["x", "--plain", "--target", "TARGET", "--draft", "DRAFT"], 2, "leave out --draft"),
     "no such model": (["x", "--target", "/no/such/folder", "--plain"], 1, "/no/such/folder is neither a directory nor"),
-    "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "repo ids have the form 'org/model'"),
+    "a name of the hub's first days": (["x", "--target", "gpt2", "--plain"], 1, "repo ids have the form 'org/repo'"),
     "no checkpoint": (["x", "--target", "NOTHING", "--plain"], 1, "NOTHING holds no *.safetensors file"),
     "no such datastore": (["x", "--draft", "no.safetensors"], 1, "no.safetensors does not exist; build a datastore"),
     "empty prompt": (["x", "", "--target", "TARGET", "--plain"], 2, "Prompt 2 is empty"),

@@ -69,11 +69,11 @@ FOLDERS = {
     "ONNX": (files("model.onnx", "model.onnx_data"), "in the format of ONNX"),
     "OpenVINO": (files("openvino_model.bin", "openvino_model.xml"), "in the format of OpenVINO"),
     "distributed": (plain("__0_0.distcp", ".metadata"), "PyTorch distributed checkpoint"),
-    "GPTQ of old": (
+    "old GPTQ": (
         files("gptq_model-4bit-128g.safetensors", "quantize_config.json"),
         r"weights quantised with GPTQ in .* \(gptq_model-4bit-128g.safetensors\); rename the file to model.safetensors",
     ),
-    "AWQ of old": (
+    "old AWQ": (
         files("awq_model_w4_g128.safetensors", "quant_config.json"),
         "quantised with AWQ .* rename the file to model.safetensors, .* quant_method 'awq'",
     ),
@@ -181,7 +181,7 @@ def test_following_advice_on_old_gptq_works(tmp_path):
     edit_json("config.json", lambda raw: raw.pop("quantization_config"))(tmp_path / "x")
     (tmp_path / "x" / "quantize_config.json").write_text(json.dumps(kind.section))
     (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "gptq_model-4bit-16g.safetensors")
-    with pytest.raises(CheckpointError, match=r"rename the file to model\.safetensors, and describe the weights"):
+    with pytest.raises(CheckpointError, match=r"rename the file to model\.safetensors, and add a quantization_config"):
         convert.load(tmp_path / "x")
     (tmp_path / "x" / "gptq_model-4bit-16g.safetensors").rename(tmp_path / "x" / "model.safetensors")
     section = json.loads((tmp_path / "x" / "quantize_config.json").read_text())

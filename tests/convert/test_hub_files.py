@@ -23,7 +23,7 @@ FILE = "org/Model-GGUF:model-q4_k_m.gguf"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Replace the client by a repo with the files `hub.files`; `hub.asked` lists what was downloaded."""
+    """Replace the client with a repo that has the files `hub.files`; `hub.asked` lists the requested files."""
 
     class Hub:
         files: tuple[str, ...] = ("README.md", "model-q8_0.gguf", "model-q4_k_m.gguf")
@@ -53,7 +53,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Set the client to offline mode; return the snapshot of a cached repo with `model-q4_k_m.gguf`."""
+    """Set the client to offline mode, and return the snapshot of a cached repo with `model-q4_k_m.gguf`."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     repo = tmp_path / "cache" / "models--org--Model-GGUF"
@@ -71,7 +71,7 @@ def http_error(kind, status):
 
 
 def message(call, *arguments, **options):
-    """Return the message of the CheckpointError that a call raises, which is one line and ends once."""
+    """Return the one-line message of the CheckpointError that a call raises."""
     with pytest.raises(CheckpointError) as error:
         call(*arguments, **options)
     assert "\n" not in str(error.value)
@@ -135,8 +135,8 @@ MISSPELT = {
 def test_misspelt_file_is_not_requested(hub, name):
     said = message(convert.resolve, MISSPELT[name])
     assert said == (
-        f"{MISSPELT[name]} is neither a file here nor the name of a GGUF file in a Hugging Face repo; write "
-        "'org/Model-GGUF:file.gguf', with a file listed on https://huggingface.co/org/Model-GGUF/tree/main."
+        f"{MISSPELT[name]} is neither a local file nor a GGUF file in a Hugging Face repo; write "
+        "'org/Model-GGUF:file.gguf' with a file listed on https://huggingface.co/org/Model-GGUF/tree/main."
     )
     assert not hub.asked
 
@@ -146,13 +146,15 @@ def test_misspelt_file_is_not_requested(hub, name):
 )
 def test_path_with_a_colon_is_not_requested(hub, source):
     said = message(convert.resolve, source)
-    assert said.startswith(f"{source} is neither a directory nor a file here") and "'org/model:file.gguf'" in said
+    assert said.startswith(f"{source} is neither a directory nor a file here") and "'org/repo:file.gguf'" in said
     assert not hub.asked
 
 
 def test_part_of_a_file_is_rejected_before_its_download(hub):
     said = message(jspec.load, "org/Model-GGUF:big/model-00002-of-00003.gguf")
-    assert "is one of 3 parts; get all of them with `hf download org/Model-GGUF --include 'big/model-*.gguf'`" in said
+    assert (
+        "is one of 3 parts; download all parts with `hf download org/Model-GGUF --include 'big/model-*.gguf'`" in said
+    )
     assert not hub.asked
     assert str(hub_files.parse("org/x:model-00001-of-00001.gguf")) == "org/x:model-00001-of-00001.gguf"
 
@@ -165,7 +167,7 @@ def test_missing_file_error_lists_the_others(hub):
     )
     hub.files = ("config.json",)
     said = message(convert.load, "org/x:a.gguf", revision="v2")
-    assert said == "org/x at revision v2 has no file a.gguf, nor any other GGUF file; choose another repo."
+    assert said == "org/x at revision v2 has no file a.gguf, and no other GGUF file; choose another repo."
 
 
 @pytest.mark.parametrize("call", [convert.resolve, convert.load, resolve_config, text.load_tokenizer])

@@ -83,14 +83,14 @@ def test_logits_match_transformers_with_dequantised_weights(tmp_path, quick_comp
 
 
 def test_quantised_head_is_read(tmp_path):
-    """The head may be quantised too, as with GPTQ's lm_head; a scale for its own rows is then expected."""
+    """The output head may be quantised, too, as with the field lm_head of GPTQ."""
     kind = quantized_files.Kind(KINDS["GPTQ"].section | {"lm_head": True}, KINDS["GPTQ"].pack, quantizes_head=True)
     weights = quantized_files.write(tmp_path / "x", kind)
     assert_same(convert.load(tmp_path / "x").params, dense(weights))
 
 
 def test_modules_may_be_plain(tmp_path):
-    """A matrix is quantised if it is stored so, whatever the list of ignored modules leaves out."""
+    """A matrix that is stored unquantised is read as it is, even if config.json does not list it as ignored."""
     weights = quantized_files.write(tmp_path / "x", KINDS["packed"])
     file, module = tmp_path / "x" / "model.safetensors", "model.layers.0.mlp.down_proj."
     stored = {name: array for name, array in load_file(file).items() if not name.startswith(module)}
@@ -122,9 +122,9 @@ def test_scales_of_cache_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("FP8 in blocks", "the activations are not quantised to FP8 (dynamic), as this checkpoint expects"),
-        ("FP8, static", "the activations are not quantised to FP8 (static)"),
-        ("int8", "input_activations: activations are not quantised, as this checkpoint expects"),
+        ("FP8 in blocks", "ignoring activation_scheme 'dynamic', because activations are not quantised"),
+        ("FP8, static", "ignoring activation_scheme 'static', because"),
+        ("int8", "ignoring input_activations, because activations and the KV cache are not quantised"),
         ("packed", None),
         ("AWQ", None),
     ],
@@ -228,7 +228,7 @@ def quantized_tensors(folder):
 
 @pytest.mark.parametrize("name", ["FP8 in blocks of 128", "FP8", "FP8, static"])
 def test_fp8_equals_transformers(tmp_path, name):
-    """Transformers dequantises FP8 itself on a CPU, in whole blocks only."""
+    """On a CPU, transformers itself dequantises FP8, but only in whole blocks."""
     torch = pytest.importorskip("torch")
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -274,7 +274,7 @@ SUFFIXES = ("", "qweight", "weight_scale", "weight", "x")  # new last components
 
 
 def damaged(tensors):
-    """Yield copies of `tensors` in which one tensor of two matrices is changed, deleted or renamed."""
+    """Yield copies of `tensors`, each with one tensor of the chosen matrices changed, deleted or renamed."""
     for name in [name for name in tensors if "down_proj" in name or "q_proj" in name]:
         rest = {key: array for key, array in tensors.items() if key != name}
         yield from (rest | {name: change(tensors[name])} for change in CHANGES.values())
@@ -286,7 +286,7 @@ def damaged(tensors):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_random_damage_is_rejected_or_harmless(tmp_path, name, report):
-    """A tensor that is reshaped, cast, renamed or missing gives an error of one sentence, or the same weights."""
+    """A tensor that is reshaped, cast, renamed or missing gives a one-sentence error or the same weights."""
     weights = quantized_files.write(tmp_path / "x", QUANTIZED[name], num_hidden_layers=1)
     file, outcomes = tmp_path / "x" / "model.safetensors", []
     for tensors in damaged(load_all(file)):

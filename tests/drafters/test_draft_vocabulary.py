@@ -23,7 +23,7 @@ from support.law import plain
 from support.matrix import PROMPTS, check_texts, pair, text_p_values
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
-V, IDS = 8, np.array([6, 1, 7, 3])  # not in order, so that a permutation is seen
+V, IDS = 8, np.array([6, 1, 7, 3])  # not in order, so that a wrong order is detected
 MODELS = {
     "untied": lambda: toys.tiny_llama(11),
     "tied": lambda: toys.tiny_llama(11, tie_word_embeddings=True),
@@ -38,7 +38,7 @@ def few(model):
 
 
 def farthest(model, **sampling):
-    """Return the largest distance of a draft's distribution from the full draft's logits, restricted in float64."""
+    """Return the largest distance of a draft's distribution from that of the full logits, restricted in float64."""
     draft, after = drafted(few(model), **sampling), LENGTHS[:, None] + np.arange(K)
     text = np.pad(TOKENS, ((0, 0), (0, K)))
     np.put_along_axis(text, after, draft.tokens, axis=1)
@@ -86,7 +86,7 @@ def test_three_tokens_have_target_joint_distribution(report, kind, rule):
 
 @pytree
 class Leaking(jspec.ModelDrafter):
-    """A drafter that declares the full draft's distribution, not the one from which its tokens are drawn."""
+    """A drafter that declares the full draft model's distribution, but draws its tokens from the reduced one."""
 
     full: jspec.Llama
 
@@ -190,7 +190,7 @@ def test_reduced_drafter_is_neither_saved_nor_trained(tmp_path):
         ([[1]], r"got int64 of shape \(1, 1\)"),
         ([1.0], "got float64"),
         ([True], "got bool"),
-        ([1, 3, 1], "tokens holds token 1 2 times; name every token once"),
+        ([1, 3, 1], "Token 1 occurs 2 times in tokens; pass each token once"),
         ([8], "range from 8 to 8, outside the vocabulary of 8"),
         ([-1, 2], "range from -1 to 2, outside the vocabulary of 8"),
     ],

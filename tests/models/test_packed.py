@@ -327,7 +327,7 @@ def test_stored_programs_register_their_kernels(monkeypatch, file):
 
 def test_rounding_of_activations_needs_packed_matrices(file):
     assert {part.activation_bits for part in jspec.load(file, packed=True, activation_bits=8).head.packed} == {8}
-    with pytest.raises(ValueError, match="activation_bits=8 needs packed matrices, and this model's are not packed; "):
+    with pytest.raises(ValueError, match="activation_bits=8 needs packed matrices, but this model has none; "):
         jspec.load(file, packed=False, activation_bits=8)
     with pytest.raises(ValueError, match="activation_bits is 4; expected 8, 16 or 24"):
         jspec.load(file, packed=True, activation_bits=4)

@@ -155,7 +155,7 @@ def test_bundled_head_saves_rounds(file, run, report):
 
 
 def test_coder_pair_drafts_most_tokens_of_plain_text(report, quick_compile):
-    """The text of a question depends neither on the draft model nor on the batch, and begins as llama.cpp's does."""
+    """An answer depends neither on the draft model nor on the batch, and begins like llama.cpp's answer."""
     import jax
 
     try:

@@ -78,7 +78,7 @@ def program(one, dtype="bfloat16", **sizes):
     kind, of, branching = drafter.partition(" of ")
     base = branching if kind in ("tree", "search") and of else drafter
     make = functools.partial(drafters.make, base, target)
-    made = jax.eval_shape(make, draft) if base == "few tokens" else make(draft)  # it copies rows of the draft's head
+    made = jax.eval_shape(make, draft) if base == "few tokens" else make(draft)  # copies rows of draft's head
     if kind == "tree":
         made = jspec.TreeDrafter(made, jspec.Tree.branching((2, 2)), replacement=rule.independent)
     elif kind == "search":

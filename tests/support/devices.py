@@ -158,7 +158,7 @@ def with_rows_of_the_target(kind):
 
 
 def with_few_tokens(kind):
-    """Return whether a divided draft model with few tokens stays divided, and gives one device's output."""
+    """Return whether a divided draft model with few tokens stays divided and gives the output of one device."""
     mesh, tokens = mesh_of((1, 2), kind), [6, 1, 3]
     target, draft = (placed(model, jspec.tensor_parallel(mesh)) for model in (TARGET, DRAFT))
     drafter = jspec.ModelDrafter.with_vocabulary(draft, tokens)

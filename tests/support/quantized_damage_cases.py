@@ -67,7 +67,7 @@ def section(**changes: object) -> Damage:
 
 
 def weights_field(**changes: object) -> Damage:
-    """Change fields of the weights' description in compressed-tensors' section."""
+    """Change fields that describe the weights in a compressed-tensors section."""
 
     def damage(directory: Path) -> None:
         raw = json.loads((directory / "config.json").read_text())
@@ -104,7 +104,7 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
     "AWQ without qweight": ("AWQ", without(f"{Q}qweight"), r"lacks .*q_proj\.qweight, expected in 4-bit AWQ"),
     "AWQ without zero points": ("AWQ", without(f"{Q}qzeros"), r"lacks .*q_proj\.qzeros"),
     "GPTQ without scales": ("GPTQ", without(f"{Q}scales"), r"lacks .*q_proj\.scales, expected in 4-bit GPTQ"),
-    "GPTQ without an order": ("GPTQ, desc_act", without(f"{Q}g_idx"), r"lacks .*q_proj\.g_idx"),
+    "GPTQ without group indices": ("GPTQ, desc_act", without(f"{Q}g_idx"), r"lacks .*q_proj\.g_idx"),
     "FP8 without scales": ("FP8", without(f"{Q}weight_scale_inv"), r"lacks .*q_proj\.weight_scale_inv, .* FP8"),
     "FP8 without weight": ("FP8", without(f"{Q}weight"), r"lacks .*q_proj\.weight, expected in FP8"),
     "packed without shape": ("packed", without(f"{Q}weight_shape"), r"lacks .*q_proj\.weight_shape"),
@@ -132,7 +132,7 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
         put(f"{Q}weight_scale_inv", lambda w: np.ones((), np.float32)),
         r"has shape \[\], expected \[2, 3\]",
     ),
-    "packed shape lies": (
+    "wrong packed shape": (
         "packed",
         put(f"{Q}weight_shape", lambda w: np.array([64, 32])),
         r"weight_shape is \[64, 32\], expected \[64, 64\]",
@@ -177,18 +177,18 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
     "nothing is quantised": (
         "AWQ",
         edit(lambda w: [w.pop(name) for name in list(w) if name.endswith(("qweight", "qzeros", "scales"))]),
-        r"has no matrix in 4-bit AWQ, as its config.json says",
+        r"has no matrix in 4-bit AWQ, the format that its config.json names",
     ),
     "no section": ("AWQ", config(quantization_config=None), "is I32; expected .* quantization_config describes"),
     "two sections": ("AWQ", config(compression_config={}), "quantization_config and compression_config both describe"),
     "section is a list": ("AWQ", config(quantization_config=[1]), "a method that it does not name"),
     "another group size": ("AWQ", section(group_size=32), r"has shape \[4, 8\], expected \[2, 8\]"),
     "whole rows by mistake": ("GPTQ", section(group_size=-1), r"has shape \[4, 8\], expected \[1, 8\]"),
-    "groups that do not divide": ("AWQ", section(group_size=40), "64 columns are not whole groups of 40"),
+    "groups that do not divide": ("AWQ", section(group_size=40), "64 columns cannot be divided into groups of 40"),
     "packed groups that do not divide": (
         "packed",
         weights_field(group_size=40),
-        "64 columns are not whole groups of 40",
+        "64 columns cannot be divided into groups of 40",
     ),
     "another block size": ("FP8", section(weight_block_size=[32, 32]), r"has shape \[2, 3\], expected \[2, 2\]"),
     "ignored but quantised": (
@@ -200,24 +200,24 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
     "zero points in a symmetric checkpoint": (
         "packed",
         weights_field(symmetric=True),
-        "unexpected .*weight_zero_point, which this pack-quantized",
+        "unexpected .*weight_zero_point, not part of pack-quantized",
     ),
-    "an order nobody declared": (
+    "an undeclared order": (
         "packed, actorder",
         weights_field(actorder=None),
-        "unexpected .*weight_g_idx, which this",
+        "unexpected .*weight_g_idx, not part of",
     ),
     "an order without desc_act": (
         "GPTQ, desc_act",
         section(desc_act=False),
         "g_idx in .* reorders the groups, but desc_act is false",
     ),
-    "a group outside": ("GPTQ, desc_act", entry(f"{Q}g_idx", 3, 4), "names groups outside 0 to 3"),
+    "a group out of range": ("GPTQ, desc_act", entry(f"{Q}g_idx", 3, 4), "names groups outside 0 to 3"),
     "a negative group": ("GPTQ, desc_act", entry(f"{Q}g_idx", 3, -1), "names groups outside 0 to 3"),
     "groups of unequal size": (
         "packed, actorder",
         edit(lambda w: w[f"{Q}weight_g_idx"].fill(0)),
-        "does not name each of 4 groups equally often",
+        "does not assign equally many columns to each of 4 groups",
     ),
     # values
     "AWQ infinite scale": (
@@ -246,9 +246,9 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
         "checkpoint_format is 'marlin'; only 'gptq', 'gptq_v2'",
     ),
     "GPTQ, bits by layer": ("GPTQ", section(dynamic={"-:.*": {}}), "dynamic is set, which changes the weights"),
-    "GPTQ, group size of text": ("GPTQ", section(group_size="16"), "group_size is '16'; expected a positive integer"),
+    "GPTQ, group size as text": ("GPTQ", section(group_size="16"), "group_size is '16'; expected a positive integer"),
     "GPTQ, group size 0": ("GPTQ", section(group_size=0), "group_size is 0; expected a positive integer"),
-    "GPTQ, desc_act of text": ("GPTQ", section(desc_act="no"), "desc_act is 'no'; expected true or false"),
+    "GPTQ, desc_act as text": ("GPTQ", section(desc_act="no"), "desc_act is 'no'; expected true or false"),
     "FP8, e5m2": ("FP8", section(fmt="e5m2"), "fmt is 'e5m2'; only"),
     "FP8, three block sizes": (
         "FP8",
@@ -263,11 +263,15 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
     "packed floats": ("packed", weights_field(type="float"), "type is 'float'; only 'int'"),
     "float8 in groups": ("float8", weights_field(strategy="group", group_size=16), "strategy is 'group'; only"),
     "float8 with zero points": ("float8", weights_field(symmetric=False), "symmetric is false for float weights"),
-    "groups of no size": ("packed", weights_field(group_size=None), "group_size is missing for the strategy 'group'"),
+    "groups without a size": (
+        "packed",
+        weights_field(group_size=None),
+        "group_size is missing for the strategy 'group'",
+    ),
     "no groups": ("packed", section(config_groups={}), "config_groups is empty"),
     "groups by name": ("packed", section(config_groups={"W4A16": ["Linear"]}), "W4A16 is .* expected an object"),
     "no weights": ("packed", section(config_groups={"group_0": {"weights": None}}), "weights is None; expected an obj"),
-    "two ways in one file": ("packed", _another_group, "stores weights in 2 ways; only one for all matrices"),
+    "two schemes in one file": ("packed", _another_group, "describes 2 ways to store weights, but all matrices"),
     "transforms": (
         "packed",
         section(transform_config={"R1": {}}),

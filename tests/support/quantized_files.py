@@ -52,7 +52,7 @@ def write(
 
 
 def write_zeros(directory: Path, kind: Kind, **changes: Any) -> None:
-    """Write a model of any size in which every matrix of a shape is the same, made of zeros from a small matrix."""
+    """Write a model of any size whose quantised tensors are zeros, shaped like those of a small matrix scaled up."""
     raw = checkpoints.raw_config(**SIZES | changes)
     stored: dict[str, np.ndarray] = {}
     for name, shape in checkpoints.hf_shapes(raw).items():
@@ -114,7 +114,7 @@ def awq(group_size: int = GROUP) -> Kind:
 def gptq(
     bits: int = 4, group_size: int = GROUP, layout: str = "gptq", sym: bool = False, desc_act: bool = False
 ) -> Kind:
-    """GPTQ. With `desc_act`, columns are in groups in a random order."""
+    """GPTQ. With `desc_act`, columns are assigned to groups in random order."""
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
         rows, columns = shape
@@ -143,7 +143,7 @@ def _float8(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _blocks(values: np.ndarray, scales: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `values`, each times the scale of its block, in float64."""
+    """Return `values` in float64, each multiplied by the scale of its block."""
     dense = values.astype(np.float64)
     for i in range(dense.shape[0]):
         for j in range(dense.shape[1]):
@@ -206,7 +206,7 @@ def integers(
     bits: int = 8,
     actorder: str | None = None,
 ) -> Kind:
-    """compressed-tensors "int-quantized" or "naive-quantized", of activations that are int8 too."""
+    """compressed-tensors "int-quantized" or "naive-quantized", for activations in int8."""
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
         rows, columns = shape
@@ -231,7 +231,7 @@ def integers(
 
 
 def floats(strategy: str = "channel", form: str = "float-quantized", static: bool = False) -> Kind:
-    """compressed-tensors "float-quantized" or "naive-quantized", of activations that are float8 too."""
+    """compressed-tensors "float-quantized" or "naive-quantized", for activations in float8."""
     block = [32, 24]
 
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:

@@ -30,8 +30,8 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
     Attributes:
         model: any `jspec.Llama` with the target's vocabulary. With a reduced vocabulary, its output head holds only the
             tokens that can be drafted.
-        draft_ids: None, or with a reduced vocabulary ``int32[V]``: each token's index in the model's output head. It is
-            set by `with_vocabulary`.
+        draft_ids: each token's index in a reduced output head, ``int32[V]``, as `with_vocabulary` sets it; None for the
+            whole vocabulary.
     """
 
     model: Llama
@@ -39,10 +39,10 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
 
     @classmethod
     def with_vocabulary(cls, model: Llama, tokens: ArrayLike) -> Self:
-        """Return a drafter that drafts only the given tokens, with a copy of only their part of the output head.
+        """Return a drafter that drafts only the given tokens and copies only their part of the output head.
 
-        In the draft, all other tokens have probability 0. Output distributions do not change, but acceptance rates drop
-        by the target's probability of the other tokens. `jspec.drafters.frequent_tokens` chooses tokens.
+        In the draft, all other tokens have probability 0. The output distribution does not change. The acceptance rate
+        falls by at most the target's probability of the other tokens. `jspec.drafters.frequent_tokens` chooses tokens.
 
         Args:
             model: the draft model, packed or not. To draft in int8, quantise it first.

@@ -1,4 +1,4 @@
-// Activations as integers of 8 PLANES bits.
+// Activations as integers of 8 * PLANES bits.
 //
 // A run of 32 values of x becomes integers n that share one step: x = step n. Signed bytes hold n, and byte
 // instructions multiply these bytes without rounding. The sum over a group of codes is therefore exact. Only the scaled
@@ -29,7 +29,7 @@ struct Step {
   float size, inverse;
 };
 
-// The sizes are clamped from below. Runs of even smaller values keep fewer bits.
+// The step has a lower bound, so runs of tiny values keep fewer bits.
 inline Step step_for(float largest) {
   if (PLANES < 3) {
     largest = std::max(largest, 0x1p-97f);

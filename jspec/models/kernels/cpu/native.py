@@ -27,7 +27,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Kernel(NamedTuple):
-    """A product with a matrix of one format.
+    """A native kernel that multiplies by matrices of one format.
 
     Attributes:
         format: a key of `convert.blocks.FORMATS`.
