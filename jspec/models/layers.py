@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from convert.config import LlamaConfig
 from jspec.models.kernels import dispatch as choice
 from jspec.models.packed import PackedMatrix, multiply, select, take, widen
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 def einsum(formula: str, a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
@@ -153,7 +155,7 @@ class Embed(nnx.Module):
 
     def select(self, tokens: ArrayLike) -> "Embed":
         """Return an output head for only the distinct ``tokens[D]``, stored in the same format as this matrix."""
-        head: Embed = jax.tree.map(_same, self)  # a copy of the tree
+        head = copy_tree(self)
         if self.packed is not None:
             head.packed = nnx.data(nnx.List(select(self.packed, tokens)))
             return head
@@ -222,8 +224,13 @@ def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: 
     return x, _rms_norm(x, gamma, eps)
 
 
-def _same(leaf: Array) -> Array:
-    return leaf
+def copy_tree(module: Module) -> Module:
+    """Return a copy of `module` that shares its arrays, so that attributes of the copy can be replaced."""
+
+    def same(leaf: Array) -> Array:
+        return leaf
+
+    return cast(Module, jax.tree.map(same, module))
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

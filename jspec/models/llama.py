@@ -14,7 +14,7 @@ from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
-from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm
+from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm, copy_tree
 from jspec.models.packed import PackedMatrix, widen
 from jspec.models.rope import rope_tables
 
@@ -221,19 +221,15 @@ def with_outputs(model: Llama, tokens: ArrayLike) -> Llama:
 
     The copy shares all weights except the output head, even if the head of `model` is its embedding.
     """
-    copy = jax.tree.map(_same, model)
+    copy = copy_tree(model)
     copy.lm_head = nnx.data(model.head.select(tokens))
     return copy
 
 
 def widened(model: Llama) -> Llama:
     """Return a copy of `model` with packed matrices widened to its dtype. The copy shares all other weights."""
-    model = jax.tree.map(_same, model)  # a copy of the tree
+    model = copy_tree(model)
     for module in matrices(model).values():
         if module.packed is not None:
             set_weight(module, widen(module.packed).T.astype(model.dtype))
     return model
-
-
-def _same(leaf: Array) -> Array:
-    return leaf

@@ -55,9 +55,9 @@ def load(
             float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on a CPU with
             AVX-512 VNNI if `dtype` is float32 and neither `quantize` nor `sharding` is given. Without a C++ compiler,
             they are widened.
-        activation_bits: with 8 or 16, activations that multiply packed matrices are rounded, 32 at a time, to integers
-            of that size. Passes over several rows are then faster. Rounding changes the model: every decoding function
-            uses the distribution of the rounded model. Matrices of bfloat16 or float16 always multiply in float32.
+        activation_bits: with 8 or 16, activations that multiply quantised GGUF weights are rounded, 32 at a time, to
+            integers of that size. Passes over several rows are then faster. Rounding changes the model: every decoding
+            function uses the distribution of the rounded model. It implies `packed`.
 
     Returns:
         The model. Its weights are on the default device unless `sharding` is given.
@@ -66,9 +66,8 @@ def load(
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
         ValueError: `packed` is True on a device other than a CPU, or with `quantize` or `sharding`; `activation_bits`
-            is unknown, or less than 24 without packed matrices; `quantize` is unknown; a weight is not finite and so
-            cannot be quantised; `sharding` cannot divide a weight; or the dtype is float16 and activations exceed
-            60,000 on a probe prompt.
+            is unknown or has no effect; `quantize` is unknown; a weight is not finite and so cannot be quantised;
+            `sharding` cannot divide a weight; or the dtype is float16 and activations exceed 60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
     if quantize is not None:
@@ -76,13 +75,19 @@ def load(
     if sharding is not None:
         check_placement(sharding)
     dtype = dtypes.parse(default_dtype() if dtype is None else dtype)
-    is_packed = _is_packed(packed, dtype, quantize, sharding)
-    _check_activation_bits(activation_bits, is_packed)
-    if is_packed:
+    if activation_bits not in ACTIVATION_BITS:
+        raise ValueError(f"activation_bits is {activation_bits!r}; expected 8, 16 or 24.")
+    packed = True if packed is None and activation_bits < 24 else packed
+    if _is_packed(packed, dtype, quantize, sharding):
         config, _, arrays = stream_packed(source, dtype)
     else:
         config, _, arrays = stream(source, dtype, None)
     model = from_arrays(config, arrays, dtype, quantize, sharding, activation_bits)
+    if activation_bits < 24 and not _rounds_activations(model):
+        raise ValueError(
+            f"activation_bits={activation_bits} has no effect on {source}, because it applies only to quantised GGUF "
+            "weights that stay packed; leave it out."
+        )
     if dtype == jnp.float16:
         check_fits_float16(model)
     return model
@@ -92,22 +97,18 @@ def _is_packed(packed: bool | None, dtype: jnp.dtype, quantize: str | None, shar
     """Return whether to load packed matrices. See `load`."""
     on_cpu, as_stored = jax.default_backend() == "cpu", quantize is None and sharding is None
     if packed and not on_cpu:
-        raise ValueError("Packed matrices are only supported on CPU; leave out packed=True.")
+        raise ValueError("Packed matrices are only supported on CPU; leave out packed=True and activation_bits.")
     if packed and not as_stored:
-        raise ValueError("Packed matrices can be neither quantised nor sharded; leave out packed=True.")
+        raise ValueError(
+            "Packed matrices can be neither quantised nor sharded; leave out packed=True and activation_bits."
+        )
     if packed is None:
         return on_cpu and as_stored and dtype == jnp.float32 and native.is_default()
     return packed
 
 
-def _check_activation_bits(bits: int, is_packed: bool) -> None:
-    if bits not in ACTIVATION_BITS:
-        raise ValueError(f"activation_bits is {bits!r}; expected 8, 16 or 24.")
-    if bits < 24 and not is_packed:
-        raise ValueError(
-            f"activation_bits={bits} needs packed matrices, but this model has none; on a CPU, pass "
-            "packed=True without quantize and sharding, or leave out activation_bits."
-        )
+def _rounds_activations(model: Llama) -> bool:
+    return any(part.activation_bits < 24 for module in matrices(model).values() for part in module.packed or ())
 
 
 def default_dtype() -> DTypeLike:
@@ -139,7 +140,7 @@ def from_arrays(
 
     Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
     `convert` and ``[in, out]`` in the model (see `jspec.models.layers`), unless they are packed. Packed matrices are
-    widened if there is no native kernel for their format.
+    widened if there is no native kernel for their format, unless activations are rounded.
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
@@ -148,7 +149,7 @@ def from_arrays(
         leaf = leaves.pop(name)
         if isinstance(array, tuple):
             parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape, activation_bits) for part in array]
-            if all(native.register(part.kernel) for part in parts):
+            if activation_bits < 24 or all(native.register(part.kernel) for part in parts):
                 set_packed(owners[name], parts)
             else:
                 leaf.set_value(widen(parts).T.astype(dtype))

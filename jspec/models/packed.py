@@ -65,12 +65,12 @@ class PackedMatrix(nnx.Module):
 
     def take(self, rows: ArrayLike) -> Array:
         """Return the weights ``float32[..., in]`` of the outputs ``rows[...]``. Indices are clipped to valid ones."""
-        rows = jnp.clip(jnp.asarray(rows), 0, self.out_size - 1)
+        rows = jnp.clip(jnp.asarray(rows, jnp.int32), 0, self.out_size - 1)
         return _decode(self.format, self._stored(rows.reshape(-1))).reshape(*rows.shape, self.in_size)
 
     def select(self, rows: ArrayLike) -> "PackedMatrix":
         """Return a packed matrix that holds only the outputs ``rows[D]``, with unchanged values."""
-        rows = jnp.asarray(rows)
+        rows = jnp.asarray(rows, jnp.int32)
         fields = self._stored(jnp.pad(rows, (0, -rows.size % LANES)))
         shape = (rows.size, self.in_size)
         return PackedMatrix(_tiled(fields, self.format), self.format, shape, self.activation_bits)

@@ -109,7 +109,7 @@ def plan(
 
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
-            configuration is read or downloaded. A model counts as it is, also in int8 or with a reduced vocabulary.
+            configuration is read or downloaded. A model's int8 matrices and reduced head count as such.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype.
         batch: the number of sequences decoded at once.

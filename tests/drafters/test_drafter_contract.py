@@ -16,7 +16,7 @@ from support import drafters, toys
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["model"], meta_fields=["change"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "draft_ids"], meta_fields=["change"])
 @dataclasses.dataclass(frozen=True)
 class Wrong(jspec.ModelDrafter):
     """A drafter that returns `change` applied to a valid draft."""
@@ -69,7 +69,7 @@ def test_debug_mode_enforces_drafter_contract(toy, prompts, change, message, cap
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "token"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["model", "draft_ids", "token"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Outside(jspec.ModelDrafter):
     """A drafter that drafts `token` in row 1, from a distribution with mass everywhere."""

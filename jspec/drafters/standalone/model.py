@@ -140,9 +140,15 @@ def as_drafter(draft: object) -> Drafter[PyTree]:
 
     Raises:
         TypeError: `draft` is a class.
+        ValueError: `draft` is the model of a drafter with a reduced vocabulary, whose logits need that drafter.
     """
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an instance of it, such as {draft.__name__}(...).")
+    if isinstance(draft, Llama) and draft.head.num_tokens != draft.config.vocab_size:
+        raise ValueError(
+            f"The draft's output head holds {draft.head.num_tokens} of {draft.config.vocab_size} tokens; pass the "
+            "drafter that ModelDrafter.with_vocabulary returned instead of its model."
+        )
     return ModelDrafter(draft) if isinstance(draft, Llama) else adapted(draft)
 
 
