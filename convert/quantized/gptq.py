@@ -1,8 +1,9 @@
 """GPTQ in the layouts "gptq" and "gptq_v2" of AutoGPTQ and GPTQModel, with 4 or 8 bits.
 
 ``qweight`` is ``int32[I * bits / 32, O]``: each word holds consecutive inputs. ``qzeros`` is
-``int32[G, O * bits / 32]``: each word holds consecutive outputs. "gptq" stores zero points minus 1. ``scales`` is
-``float16[G, O]``, and ``g_idx``, ``int32[I]``, is the group of each input.
+``int32[G, O * bits / 32]``: each word holds consecutive outputs. "gptq" stores zero points minus 1, subtracted from
+whole words, so that a zero point of 0 borrows from the next one. ``scales`` is ``float16[G, O]``, and ``g_idx``,
+``int32[I]``, is the group of each input.
 """
 
 import dataclasses
@@ -18,6 +19,9 @@ from convert.quantized.base import FLOATS, INT32, Format, Part, QuantizedRows, Q
 from convert.quantized.int32 import unpack, unpacked_columns
 from convert.safetensors_reader import Tensor
 
+# bits -> a word that holds a 1 at every place.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
 
 @dataclasses.dataclass(frozen=True)
 class GptqTensor(QuantizedTensor):
@@ -25,19 +29,19 @@ class GptqTensor(QuantizedTensor):
 
     Attributes:
         bits: the number of bits of a value.
-        shift: the number that is added to the stored zero points.
+        added: the number that is added to each word of `qzeros`.
         reorders: whether `g_idx` may be out of order.
     """
 
     bits: int
-    shift: int
+    added: int
     reorders: bool
 
     def read_quantized(self, start: int, stop: int) -> QuantizedRows:
         outputs = slice(None), slice(start, stop)
         values = unpack(self.parts["qweight"].read_part(outputs).T, self.bits)
-        zeros, skipped = unpacked_columns(self.parts["qzeros"], start, stop, self.bits)
-        zeros = zeros[:, skipped : skipped + stop - start].T.astype(np.int32) + self.shift
+        zeros, skipped = unpacked_columns(self.parts["qzeros"], start, stop, self.bits, self.added)
+        zeros = zeros[:, skipped : skipped + stop - start].T
         scales = self.parts["scales"].read_part(outputs).T
         return QuantizedRows(values, scales, zeros, self._groups(scales.shape[1]))
 
@@ -65,7 +69,7 @@ class Gptq(Format):
     SUFFIXES: ClassVar = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     group_size: int | None = None
     bits: int = 4
-    shift: int = 1
+    added: int = 0
     reorders: bool = False
 
     @classmethod
@@ -84,7 +88,7 @@ class Gptq(Format):
             f"{bits}-bit GPTQ",
             group_size=fields.group_size(raw, 128),
             bits=bits,
-            shift=1 if layout == "gptq" else 0,
+            added=_ONES[bits] if layout == "gptq" else 0,
             reorders=flag(raw, "desc_act"),
         )
 
@@ -102,4 +106,4 @@ class Gptq(Format):
 
     def tensor(self, name: str, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> GptqTensor:
         file, dtype = parts["qweight"].file, np.dtype(np.float32)
-        return GptqTensor(name, file, dtype, shape, self.label, parts, self.bits, self.shift, self.reorders)
+        return GptqTensor(name, file, dtype, shape, self.label, parts, self.bits, self.added, self.reorders)

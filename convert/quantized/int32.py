@@ -11,14 +11,18 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return stored if bits == 8 else np.stack((stored & 15, stored >> 4), axis=-1).reshape(len(words), -1)
 
 
-def unpacked_columns(tensor: Tensor, start: int, stop: int, bits: int) -> tuple[np.ndarray, int]:
+def unpacked_columns(tensor: Tensor, start: int, stop: int, bits: int, added: int = 0) -> tuple[np.ndarray, int]:
     """Return the values of all words that hold the columns from `start` to `stop`, for each row.
+
+    Args:
+        added: the number that is added to each word, modulo 2**32, before it is unpacked.
 
     Returns:
         The values, and the index of the column `start` among them.
     """
     first, last = _words(start, stop, bits)
-    return unpack(tensor.read_part((slice(None), slice(first, last))), bits), start - first * 32 // bits
+    words = tensor.read_part((slice(None), slice(first, last))) + np.int32(added)
+    return unpack(words, bits), start - first * 32 // bits
 
 
 def unpacked_rows(tensor: Tensor, start: int, stop: int, bits: int) -> np.ndarray:

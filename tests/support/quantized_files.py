@@ -111,6 +111,11 @@ def awq(group_size: int = GROUP) -> Kind:
     return Kind(section | {"modules_to_not_convert": None}, pack)
 
 
+def _minus_ones(words: np.ndarray, bits: int) -> np.ndarray:
+    """Subtract 1 at every place of each word as "gptq" does: as one number, so that a 0 borrows from the next place."""
+    return (words.view(np.uint32) - np.uint32({4: 0x11111111, 8: 0x01010101}[bits])).view(np.int32)
+
+
 def gptq(
     bits: int = 4, group_size: int = GROUP, layout: str = "gptq", sym: bool = False, desc_act: bool = False
 ) -> Kind:
@@ -119,16 +124,15 @@ def gptq(
     def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
         rows, columns = shape
         size = columns if group_size == -1 else group_size
-        minus = int(layout == "gptq")
         values = rng.integers(0, 1 << bits, shape)
-        zeros = rng.integers(minus, 1 << bits, (rows, columns // size))
+        zeros = rng.integers(0, 1 << bits, (rows, columns // size))
         zeros = np.full_like(zeros, 1 << (bits - 1)) if sym else zeros
         scales = _scales(zeros.shape, rng, bits=bits)
         groups = np.arange(columns) // size
         groups = rng.permutation(groups) if desc_act else groups
         parts = {
             "qweight": _words(values.T, bits, 0),
-            "qzeros": _words(zeros.T - minus, bits, 1),
+            "qzeros": _minus_ones(_words(zeros.T, bits, 1), bits) if layout == "gptq" else _words(zeros.T, bits, 1),
             "scales": np.ascontiguousarray(scales.T),
             "g_idx": groups.astype(np.int32),
         }
