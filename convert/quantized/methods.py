@@ -50,10 +50,10 @@ def parse(raw: Fields) -> Format | None:
     present = [key for key in SECTIONS if raw.get(key) is not None]
     if not present:
         return None
-    if len(present) > 1:
+    if any(raw[key] != raw[present[0]] for key in present):
         raise CheckpointError(
-            f"{' and '.join(present)} both describe quantised weights; delete the section that does not describe these "
-            "weights."
+            f"{' and '.join(present)} describe quantised weights differently; delete the section that does not "
+            "describe these weights."
         )
     key, section = present[0], raw[present[0]]
     reader = _FORMATS.get(str(_quant_method(key, section)).lower())

@@ -180,7 +180,7 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
         r"has no matrix in 4-bit AWQ, the format that its config.json names",
     ),
     "no section": ("AWQ", config(quantization_config=None), "is I32; expected .* quantization_config describes"),
-    "two sections": ("AWQ", config(compression_config={}), "quantization_config and compression_config both describe"),
+    "two sections": ("AWQ", config(compression_config={}), "quantization_config and compression_config describe"),
     "section is a list": ("AWQ", config(quantization_config=[1]), "a method that it does not name"),
     "another group size": ("AWQ", section(group_size=32), r"has shape \[4, 8\], expected \[2, 8\]"),
     "whole rows by mistake": ("GPTQ", section(group_size=-1), r"has shape \[4, 8\], expected \[1, 8\]"),
