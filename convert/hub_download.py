@@ -27,7 +27,10 @@ def snapshot(repo_id: str, revision: str | None, wanted: Sequence[str], needed: 
         )
     if any(file for pattern in needed for file in directory.glob(pattern)):
         return directory
-    if choices := hub_files.choices(repo_id, _file_names(repo_id, revision, directory)):
+    names = _file_names(repo_id, revision)
+    if names is None:
+        names = [found.relative_to(directory).as_posix() for found in directory.rglob("*")]
+    if choices := hub_files.choices(repo_id, names):
         raise CheckpointError(f"{name} has no {needed[0]} file, but has {choices}.")
     return directory
 
@@ -46,25 +49,30 @@ def file(source: hub_files.HubFile, revision: str | None) -> Path:
         except errors.LocalEntryNotFoundError:  # a subclass of EntryNotFoundError, raised without asking the hub
             raise
         except errors.EntryNotFoundError as error:
-            choices = hub_files.choices(source.repo_id, _file_names(source.repo_id, revision, None))
-            raise CheckpointError(
-                f"{_named(source.repo_id, revision)} has no file {source.name}, "
-                f"{f'but has {choices}' if choices else 'and no other GGUF file; choose another repo'}."
-            ) from error
+            others = _others(source.repo_id, _file_names(source.repo_id, revision))
+            raise CheckpointError(f"{_named(source.repo_id, revision)} has no file {source.name}{others}.") from error
 
 
 def _named(source: str, revision: str | None) -> str:
     return source if revision is None else f"{source} at revision {revision}"
 
 
-def _file_names(repo_id: str, revision: str | None, directory: Path | None) -> list[str]:
-    """Return the names of a repo's files, or of those in its local `directory` if the hub cannot be reached."""
+def _others(repo_id: str, names: list[str] | None) -> str:
+    """Return the end of the error about a missing file in a repo with the files `names`; None if they are unknown."""
+    if names is None:
+        return f"; check its name on {hub_files.page(repo_id)}/tree/main"
+    choices = hub_files.choices(repo_id, names)
+    return f", but has {choices}" if choices else ", and no other GGUF file; choose another repo"
+
+
+def _file_names(repo_id: str, revision: str | None) -> list[str] | None:
+    """Return the names of a repo's files, or None if the hub does not list them."""
     from huggingface_hub import list_repo_files
 
     try:
         return list_repo_files(repo_id, revision=revision)
     except Exception:  # the list only improves an error message
-        return [] if directory is None else [found.relative_to(directory).as_posix() for found in directory.rglob("*")]
+        return None
 
 
 @contextmanager

@@ -170,6 +170,19 @@ def test_missing_file_error_lists_the_others(hub):
     assert said == "org/x at revision v2 has no file a.gguf, and no other GGUF file; choose another repo."
 
 
+def test_missing_file_error_claims_nothing_without_the_list(hub, monkeypatch):
+    """The hub may refuse to list a repo, because of its rate limit, although it has said that a file is missing."""
+
+    def refuse(repo_id, revision):
+        raise http_error(errors.HfHubHTTPError, 429)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", refuse)
+    said = message(convert.load, "org/x:a.gguf", revision="v2")
+    assert said == (
+        "org/x at revision v2 has no file a.gguf; check its name on https://huggingface.co/org/x/tree/main."
+    )
+
+
 @pytest.mark.parametrize("call", [convert.resolve, convert.load, resolve_config, text.load_tokenizer])
 def test_repo_of_gguf_files_needs_a_file_name(hub, call):
     said = message(call, "org/Model-GGUF")
