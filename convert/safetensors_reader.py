@@ -79,7 +79,8 @@ class Float8Tensor(Tensor):
     offset: int
 
     def read_part(self, index: Index) -> np.ndarray:
-        rows = index if isinstance(index, slice) else slice(None)
+        whole = (slice(None),) if index is ... else index
+        rows, *columns = whole if isinstance(whole, tuple) else (whole,)
         start, stop, _ = rows.indices(self.shape[0] if self.shape else 1)
         width = math.prod(self.shape[1:])
         count = (stop - start) * width
@@ -91,8 +92,7 @@ class Float8Tensor(Tensor):
             ) from error
         if data.size != count:
             raise CheckpointError(f"{self.file} was cut short while it was read; load it again.")
-        values = data.view(self.dtype).reshape(-1, *self.shape[1:])
-        return values[(slice(None), *index[1:])] if isinstance(index, tuple) else values
+        return data.view(self.dtype).reshape(-1, *self.shape[1:])[(slice(None), *columns)]
 
 
 class Slice(Protocol):

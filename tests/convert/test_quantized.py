@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import convert
 import jspec
 from convert import CheckpointError, from_hf, safetensors_reader
+from convert.safetensors_reader import QUANTIZED as QUANTIZED_DTYPES
 from jspec.models.llama import matrices, widened
 from support import checkpoints, quantized_files
 from support.checkpoints import BFLOAT16, QWEN2, raw_config
@@ -207,6 +208,20 @@ def test_unsupported_format_is_reported_by_plan(tmp_path, run):
     quantized_files.write(tmp_path / "x", quantized_files.Kind(kind.section | {"bits": 3}, kind.pack))
     code, _, error = run("plan", str(tmp_path / "x"), str(tmp_path / "x"), "--device", "h100")
     assert code == 1 and "quantization_config: bits is 3; only 4, 8 can be read" in error
+
+
+def test_part_of_float8_tensor_is_read(tmp_path):
+    values = np.arange(-24, 24, dtype=np.float32).reshape(8, 6).astype(QUANTIZED_DTYPES["F8_E4M3"])
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    tensor = safetensors_reader.scan(tmp_path, more=QUANTIZED_DTYPES)["x"]
+    for index in (
+        ...,
+        slice(2, 5),
+        (slice(2, 5), slice(1, 4)),
+        (slice(None), slice(3, None)),
+        (slice(6, None), slice(2)),
+    ):
+        np.testing.assert_array_equal(tensor.read_part(index), values[index])
 
 
 # ---- other readers
