@@ -25,6 +25,12 @@ _FORMATS = {
     ("*.tflite",): "TensorFlow Lite",
     ("*.engine",): "TensorRT",
 }
+# Files that old programs write beside config.json, the method that each describes, and its fields (if config.json has
+# another name for a field, that name too).
+_OLD_QUANTISED = (
+    ("quantize_config.json", "GPTQ", "bits, group_size"),
+    ("quant_config.json", "AWQ", "w_bit as bits, q_group_size as group_size, zero_point, version"),
+)
 
 
 def explain(directory: Path, single: str, index: str) -> str:
@@ -76,13 +82,13 @@ def _own_layout(directory: Path) -> str | None:
 
 def _quantised(directory: Path) -> str | None:
     """Return the message for quantised weights whose method is described in a file beside config.json."""
-    for name, method in (("quantize_config.json", "GPTQ"), ("quant_config.json", "AWQ")):
+    for name, method, fields in _OLD_QUANTISED:
         if not (directory / name).exists():
             continue
         found = _names(directory, "*.safetensors")
         advice = (
             "rename the file to model.safetensors, and add a quantization_config to config.json with quant_method "
-            f"{method.lower()!r} and the parameters from {name}, named bits, group_size and so on"
+            f"{method.lower()!r} and the fields of {name} ({fields})"
             if len(found) == 1
             else "choose a checkpoint whose config.json has a quantization_config"
         )

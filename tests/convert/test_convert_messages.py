@@ -75,7 +75,8 @@ FOLDERS = {
     ),
     "old AWQ": (
         files("awq_model_w4_g128.safetensors", "quant_config.json"),
-        "quantised with AWQ .* rename the file to model.safetensors, .* quant_method 'awq'",
+        "quantised with AWQ .* rename the file to model.safetensors, .* quant_method 'awq' and the fields of "
+        r"quant_config.json \(w_bit as bits, q_group_size as group_size, zero_point, version\)",
     ),
     "GPTQ as a pickle": (
         files("gptq_model-4bit-128g.bin", "quantize_config.json"),
@@ -151,6 +152,16 @@ QUANTISED = {
 }
 
 
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_mlx_is_named_if_it_is_described_twice(mode):
+    """mlx-lm writes the same section under two names."""
+    section = {"group_size": 64, "bits": 4, "mode": mode}
+    with pytest.raises(CheckpointError, match=r"^quantization_config is for weights quantised with MLX \(4 bits\)"):
+        parse_config(raw_config(quantization=section, quantization_config=section))
+    with pytest.raises(CheckpointError, match="quantization_config and quantization describe quantised weights diff"):
+        parse_config(raw_config(quantization=section, quantization_config=section | {"bits": 8}))
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantisation_method_is_named(name):
     reason = ", because only that library .*" if "bitsandbytes" in name else ""
@@ -186,6 +197,24 @@ def test_following_advice_on_old_gptq_works(tmp_path):
     (tmp_path / "x" / "gptq_model-4bit-16g.safetensors").rename(tmp_path / "x" / "model.safetensors")
     section = json.loads((tmp_path / "x" / "quantize_config.json").read_text())
     section["quant_method"] = "gptq"
+    edit_json("config.json", lambda raw: raw.update(quantization_config=section))(tmp_path / "x")
+    for name, array in convert.load(tmp_path / "x").params.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_following_advice_on_old_awq_works(tmp_path):
+    kind = quantized_files.KINDS["AWQ"]
+    quantized_files.write(tmp_path / "x", kind)
+    expected = convert.load(tmp_path / "x").params
+    edit_json("config.json", lambda raw: raw.pop("quantization_config"))(tmp_path / "x")
+    old = {"zero_point": True, "q_group_size": kind.section["group_size"], "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "x" / "quant_config.json").write_text(json.dumps(old))
+    (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "awq_model_w4_g16.safetensors")
+    with pytest.raises(CheckpointError, match="w_bit as bits") as error:
+        convert.load(tmp_path / "x")
+    (tmp_path / "x" / "awq_model_w4_g16.safetensors").rename(tmp_path / "x" / "model.safetensors")
+    names = dict(re.findall(r"(\w+) as (\w+)", str(error.value)))
+    section = {"quant_method": "awq"} | {names.get(key, key): value for key, value in old.items()}
     edit_json("config.json", lambda raw: raw.update(quantization_config=section))(tmp_path / "x")
     for name, array in convert.load(tmp_path / "x").params.items():
         np.testing.assert_array_equal(array, expected[name])
