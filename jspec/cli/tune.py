@@ -14,7 +14,7 @@ from jspec.cli.common import (
     status_line,
     wrong_options,
 )
-from jspec.cli.model_args import EXIT, exit_name, sources
+from jspec.cli.model_args import EXIT, Precision, exit_name, sources
 
 if TYPE_CHECKING:
     from jspec.drafters import EarlyExitDrafter
@@ -53,6 +53,7 @@ def tune(
     max_nodes: Annotated[
         int, option("--max-nodes", "N", "Nodes of the largest tree to consider; 0 for chains only.", min=0)
     ] = 16,
+    activation_bits: o.ActivationBits = "24",
     as_json: Annotated[bool, option("--json", None, "Print one JSON object.")] = False,
 ) -> None:
     """Measure on this device how many tokens DRAFT should draft per round for TARGET, or which tree, if any.
@@ -68,6 +69,7 @@ def tune(
             "datastore, lookup, exit:N or exit."
         )
     where = sources(target, draft, may_search=True, tokenizer_source=tokenizer_source)
+    precision = Precision(activation_bits=int(activation_bits))
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)
@@ -86,7 +88,7 @@ def tune(
         tokenizer = where.tokenizer()
         with wrong_options():
             encoded = encode(tokenizer, rows)
-        found, drafter = _tune(where.load(), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
+        found, drafter = _tune(where.load(precision), encoded, temperature, max_new_tokens, max_draft_tokens, max_nodes)
     conditions: dict[str, object] = {
         "batch": len(rows),
         "temperature": temperature,
