@@ -53,7 +53,7 @@ class Grid:
             return tensor.read_part(...).reshape(1, -1)
         first = start // self.height
         entries = tensor.read(slice(first, -(-stop // self.height)))
-        return entries[np.arange(start, stop) // min(self.height, stop) - first]
+        return entries[np.arange(start, stop) // min(self.height, stop) - first].reshape(stop - start, -1)
 
 
 @dataclasses.dataclass(frozen=True)

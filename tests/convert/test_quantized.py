@@ -110,8 +110,9 @@ def test_biases_of_zeros_are_ignored(tmp_path):
     assert_same(convert.load(tmp_path / "x").params, dense(weights))
 
 
-def test_scales_of_cache_are_ignored(tmp_path):
-    kind = KINDS["float8, channel"]
+@pytest.mark.parametrize("name", ["float8, channel", "FP8 for vLLM"])
+def test_scales_of_cache_are_ignored(tmp_path, name):
+    kind = KINDS[name]
     section = kind.section | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     weights = quantized_files.write(tmp_path / "x", quantized_files.Kind(section, kind.pack))
     file = tmp_path / "x" / "model.safetensors"
@@ -123,8 +124,12 @@ def test_scales_of_cache_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("name", "phrase"),
     [
-        ("FP8 in blocks", "ignoring activation_scheme 'dynamic', because activations are not quantised"),
+        (
+            "FP8 in blocks",
+            "ignoring activation_scheme 'dynamic', because activations and the KV cache",
+        ),
         ("FP8, static", "ignoring activation_scheme 'static', because"),
+        ("FP8 for vLLM", "ignoring activation_scheme 'static', because"),
         ("int8", "ignoring input_activations, because activations and the KV cache are not quantised"),
         ("packed", None),
         ("AWQ", None),

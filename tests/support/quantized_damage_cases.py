@@ -20,6 +20,7 @@ QUANTIZED: dict[str, Kind] = {
     "GPTQ, desc_act": KINDS["GPTQ, desc_act"],
     "FP8": KINDS["FP8 in blocks"],
     "FP8, static": KINDS["FP8, static"],
+    "FP8 for vLLM": KINDS["FP8 for vLLM, by rows"],
     "packed": KINDS["packed, asymmetric"],
     "packed, actorder": KINDS["packed, actorder"],
     "int8": KINDS["int8, group"],
@@ -107,6 +108,26 @@ QUANTIZED_CASES: dict[str, tuple[str, Damage, str]] = {
     "GPTQ without group indices": ("GPTQ, desc_act", without(f"{Q}g_idx"), r"lacks .*q_proj\.g_idx"),
     "FP8 without scales": ("FP8", without(f"{Q}weight_scale_inv"), r"lacks .*q_proj\.weight_scale_inv, .* FP8"),
     "FP8 without weight": ("FP8", without(f"{Q}weight"), r"lacks .*q_proj\.weight, expected in FP8"),
+    "FP8 for vLLM without scales": (
+        "FP8 for vLLM",
+        without(f"{Q}weight_scale"),
+        r"q_proj\.weight in .* has no scale; expected either weight_scale or weight_scale_inv",
+    ),
+    "FP8 with both scales": (
+        "FP8 for vLLM",
+        put(f"{Q}weight_scale_inv", lambda w: np.ones((1, 1), np.float32)),
+        "has weight_scale and weight_scale_inv; expected either",
+    ),
+    "FP8 for vLLM in blocks": (
+        "FP8 for vLLM",
+        section(weight_block_size=[32, 24]),
+        r"lacks .*q_proj\.weight_scale_inv, expected in FP8",
+    ),
+    "FP8 for vLLM, scales transposed": (
+        "FP8 for vLLM",
+        put(f"{Q}weight_scale", lambda w: w[f"{Q}weight_scale"].T.copy()),
+        r"weight_scale in .* has shape \[1, 64\], expected \[64, 1\]",
+    ),
     "packed without shape": ("packed", without(f"{Q}weight_shape"), r"lacks .*q_proj\.weight_shape"),
     "packed without zero points": ("packed", without(f"{Q}weight_zero_point"), r"lacks .*weight_zero_point"),
     "a quantised matrix is missing": (

@@ -171,6 +171,20 @@ def fp8(block: list[int] | None = None, scheme: str = "dynamic") -> Kind:
     return Kind(section | {"modules_to_not_convert": ["lm_head"]}, pack)
 
 
+def serving_fp8(by_rows: bool = False, scheme: str = "static", one: tuple[int, ...] = ()) -> Kind:
+    """The FP8 of AutoFP8 and vLLM. Without `by_rows`, a matrix has one scale, of shape `one`."""
+
+    def pack(shape: tuple[int, int], rng: np.random.Generator) -> Packed:
+        scales = _scales((shape[0] if by_rows else 1, 1), rng, np.float32)
+        values = _float8(rng, shape)
+        parts = {"weight": values, "weight_scale": scales if by_rows else scales.reshape(one)}
+        if scheme == "static":
+            parts["input_scale"] = np.ones(one, np.float32)
+        return parts, _blocks(values, scales, 1 if by_rows else shape[0], shape[1])
+
+    return Kind({"quant_method": "fp8", "activation_scheme": scheme, "ignored_layers": ["lm_head"]}, pack)
+
+
 def _section(form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
     section = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
@@ -269,6 +283,9 @@ KINDS: dict[str, Kind] = {
     "FP8 in blocks larger than all": fp8([10**30, 10**30]),
     "FP8": fp8(),
     "FP8, static": fp8(scheme="static"),
+    "FP8 for vLLM": serving_fp8(),
+    "FP8 for vLLM, dynamic": serving_fp8(scheme="dynamic", one=(1,)),
+    "FP8 for vLLM, by rows": serving_fp8(by_rows=True),
     "packed": packed(),
     "packed, asymmetric": packed(symmetric=False),
     "packed, actorder": packed(actorder="group"),
