@@ -1,4 +1,4 @@
-"""The time from a clone to a real model's answer, step by step in an empty folder, and the share of downloads."""
+"""The time from a clone to a real model's answer, step by step in an empty folder, and the downloads' share of it."""
 
 import dataclasses
 import os

@@ -127,7 +127,7 @@ def noise(
     ] = "smollm2",
     draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
     output: Output = None,
-    laws: Annotated[int, typer.Option("--laws", min=2, help="Distributions per pair, eight after each text.")] = 256,
+    laws: Annotated[int, typer.Option("--laws", min=2, help="Distributions per pair; each text yields eight.")] = 256,
     noises: Annotated[int, typer.Option("--noises", min=1, help="Draws per distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:

@@ -1,8 +1,9 @@
 """Two ways to sample a token with noise that target and draft share: in two steps, as in jspec, or in one step.
 
-The two steps sample a block and then a token in it, with sqrt(V) Gumbels each (`jspec.core.probs.sample_with_noise`).
-Sampling in one step uses full noise: it takes the largest ``log p + g``, with one Gumbel g per token. Under the rule
-"coupled", the k children of a node are k two-step draws without replacement, or the k largest of ``log q + g``.
+The first step samples a block, and the second step samples a token in it, with sqrt(V) Gumbels each
+(`jspec.core.probs.sample_with_noise`). Sampling in one step uses full noise: it takes the largest ``log p + g``, with
+one Gumbel g per token. Under the rule "coupled", the k children of a node are k two-step draws without replacement, or
+the k largest of ``log q + g``.
 """
 
 import dataclasses

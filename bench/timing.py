@@ -1,4 +1,4 @@
-"""Timing: all calls to be compared run in turns, so that they run under the same machine conditions."""
+"""Timing: the calls to be compared take turns, so that they run under the same machine conditions."""
 
 import dataclasses
 import time

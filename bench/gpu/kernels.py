@@ -54,9 +54,9 @@ def attention_arguments(
 
 
 def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
-    """Return caches that hold `key` and `value`, which no query may see, in all slots from the first new token on.
+    """Return copies of the caches in which all slots from the first new token on hold `key` and `value`.
 
-    A cache's values never contain NaN, because the XLA implementation cannot handle it.
+    No query may see these slots. A cache's values never contain NaN, because the XLA implementation cannot handle it.
     """
     keys, values = np.array(keys), np.array(values)
     after = np.arange(values.shape[2]) >= np.asarray(positions)[:, :1]

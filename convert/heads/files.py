@@ -26,7 +26,7 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
     """Return a head's directory. `source` may be a Hugging Face repo id. See `convert.resolve`.
 
     Args:
-        pickled: the name of the pickle that such heads are published as.
+        pickled: the name of the pickle file in which such heads are published.
         single: the name of the safetensors file that the pickle is converted to.
 
     Raises:

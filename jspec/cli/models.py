@@ -11,7 +11,7 @@ from jspec.cli.common import option
 
 
 def models(as_json: Annotated[bool, option("--json", None, "Print one JSON object per line.")] = False) -> None:
-    """List models with a short name for --target, jspec.load and jspec.pretrained, and the GGUF files in the cache.
+    """List the models with a short name (for --target, jspec.load and jspec.pretrained) and the cached GGUF files.
 
     The command does not use the network. A model marked "here" was found in its package or in the Hugging Face cache.
     """

@@ -136,7 +136,7 @@ class Tree:
 
     @functools.cached_property
     def ancestors(self) -> np.ndarray:
-        """The ancestors of every node, itself included: row n of ``bool[N + 1, N + 1]`` marks those of node n."""
+        """The ancestors of every node, and the node itself: row n of ``bool[N + 1, N + 1]`` marks those of node n."""
         above = np.eye(self.size + 1, dtype=bool)
         for node, parent in enumerate(self.parents, 1):
             above[node] |= above[parent]

@@ -37,7 +37,7 @@ class Score(NamedTuple):
     Attributes:
         loss: the chosen loss.
         acceptance: ``sum min(p, q)`` at temperature 1.
-        agreement: how often the draft and the target have the same most likely token out of all V.
+        agreement: how often the draft and the target agree on the most likely of all V tokens.
         tokens: the number of tokens.
     """
 

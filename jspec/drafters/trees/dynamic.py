@@ -36,7 +36,7 @@ class _Pool:
         scores: the sum of log-probabilities along the branch down to each node.
         tokens: the draft tokens.
         parents: the index of each node's parent in the pool; -1 if the parent is the last committed token.
-        slots: each node's number in the order in which `draft` has read the nodes; 0 if it has not read the node.
+        slots: each node's number in the order in which `draft` has read the nodes; 0 for a node that it has not read.
     """
 
     scores: Array
