@@ -164,7 +164,7 @@ def startup(
 
 @app.command()
 def first_answer() -> None:
-    """Measure the seconds from a clone to SmolLM2's answer in a fresh environment, and the share of downloads."""
+    """Measure the seconds from a clone to SmolLM2's answer in a fresh environment, and the downloads' share of them."""
     from bench import first_answer
 
     first_answer.run()
