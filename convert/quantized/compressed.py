@@ -74,7 +74,7 @@ class Compressed(Format):
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         scheme, grid = self.scheme, self.scheme.grid
         if not scheme.is_float and grid.width is not None:
-            fields.check_multiple(columns, grid.width, "columns are not whole groups")
+            fields.check_multiple(columns, grid.width, "columns cannot be divided into groups")
         shape = grid.shape(rows, columns)
         parts = {"weight_scale": Part(FLOATS, ((), (1,), shape) if grid.height is None else (shape,))}
         if scheme.reorders:
