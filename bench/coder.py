@@ -27,7 +27,7 @@ ASSISTED = 4  # the number of draft tokens of transformers' assistant
 ALL = "all"
 Group = tuple[tuple[str, ...], list[np.ndarray]]  # the questions of one batch: their kinds and their token ids
 Calls = dict[str, Callable[[], Any]]
-Reading = tuple[dict[str, Any], dict[str, float]]  # a group's outputs and seconds, by program
+GroupTimes = tuple[dict[str, Any], dict[str, float]]  # a group's outputs and seconds, by program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _find(name: str) -> str:
     return str(local)
 
 
-def asked(tokenizer: Any, count: int) -> list[tuple[str, np.ndarray]]:
+def coding_questions(tokenizer: Any, count: int) -> list[tuple[str, np.ndarray]]:
     """Return the kinds and token ids of `count` coding questions, which alternate between the four kinds."""
     each = -(-count // len(chats.CODE_KINDS))
     rows = [[(kind, row) for row in chats.rows(tokenizer, kind, each)] for kind in chats.CODE_KINDS]
@@ -96,7 +96,7 @@ def asked(tokenizer: Any, count: int) -> list[tuple[str, np.ndarray]]:
 
 def measure(subject: Subject, source: str, run: Run) -> None:
     """Publish one row per batch size, kind of question and program. `source` is the source of the target."""
-    questions = asked(subject.tokenizer, run.questions)
+    questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
     others, rows, notes = _others(subject, convert.resolve(source), longest, run), [], []
     for batch in run.batches:
@@ -144,9 +144,9 @@ def _tuned(subject: Subject, rows: list[np.ndarray], run: Run) -> int:
 
 def _readings(
     subject: Subject, others: dict[str, Any], groups: list[Group], ways: dict[str, tuple[Any, int | None]], run: Run
-) -> list[Reading]:
+) -> list[GroupTimes]:
     """Return each group's outputs and seconds by program. All programs answer one group before the next begins."""
-    readings: list[Reading] = []
+    readings: list[GroupTimes] = []
     warm: set[int] = set()
     for _, rows in groups:
         requests = chats.requests(subject.tokenizer, rows, len(rows))
@@ -180,7 +180,7 @@ def _other_calls(others: dict[str, Any], rows: list[np.ndarray], run: Run, ends:
     return calls
 
 
-def _rows(kind: str, batch: int, groups: list[Group], readings: list[Reading]) -> list[dict[str, Any]]:
+def _rows(kind: str, batch: int, groups: list[Group], readings: list[GroupTimes]) -> list[dict[str, Any]]:
     """Return one table row per program, from the groups of one kind or of all kinds."""
     chosen = [reading for (kinds, _), reading in zip(groups, readings, strict=True) if kind in (ALL, *kinds)]
     texts = {name: [answers.texts(outs[name]) for outs, _ in chosen] for name in chosen[0][0]}
@@ -217,7 +217,8 @@ def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list
             " from and to: the 95 % bootstrap interval of x. same texts: the number of texts that equal those of"
             " jspec's plain decoding; sampled texts may differ.",
             f"llama.cpp's prompt lookup drafts {LOOKUP} tokens, and transformers' assistant drafts {ASSISTED}; both"
-            f" support only one row.{missing}",
+            f" support only one row.{missing} llama.cpp rounds activations to 8 bits and samples without a seed. Its"
+            " cache is float32, without flash attention. jspec does not round activations.",
             *tuned,
         ],
         folder=subject.folder,

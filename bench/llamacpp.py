@@ -150,10 +150,10 @@ def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int], t
 
 
 def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int, bits: int = 24) -> None:
-    """Measure passes and greedy decoding of both programs in turns, for the target of a pair or for a GGUF file.
+    """Measure passes and greedy decoding, alternating between both programs, for a pair's target or a GGUF file.
 
     Args:
-        bits: the `activation_bits` of `jspec.load`, for a file and its draft.
+        bits: the `activation_bits` with which `jspec.load` loads the file and its draft.
 
     Raises:
         ValueError: `draft` or `bits` is given with a pair, or the logits of a pair's target differ.

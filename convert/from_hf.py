@@ -109,11 +109,11 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
     """
     tied = config.tie_word_embeddings
     pair = {keymap.HEAD, keymap.EMBEDDING} if tied else set[str]()
-    form = methods.parse(read_object(directory / "config.json"))
+    weight_format = methods.parse(read_object(directory / "config.json"))
     scanned = scan(
         directory,
         is_optional=lambda name: name in pair or keymap.is_ignored(name, config),
-        more=None if form is None else QUANTIZED,
+        extra_dtypes=None if weight_format is None else QUANTIZED,
     )
     check_depth(config, len(scanned), directory)
     found = {
@@ -122,9 +122,9 @@ def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
         if not keymap.is_ignored(name, config) and not name.startswith(keymap.MEDUSA)
     }
     expected = keymap.hf_shapes(config)
-    if form is not None:
+    if weight_format is not None:
         head = {keymap.HEAD: expected[keymap.EMBEDDING]}  # a tied checkpoint may store the head, too
-        found = assemble(found, form, head | expected, directory)
+        found = assemble(found, weight_format, head | expected, directory)
     found = _tied(found, directory) if tied else found
     repeated = {keymap.HEAD: expected[keymap.EMBEDDING]} if tied and keymap.HEAD in found else {}
     check_names(found, expected | repeated, directory)

@@ -140,12 +140,12 @@ def metadata(file: Path) -> dict[str, str] | None:
         return handle.metadata()
 
 
-def _scan_file(file: Path, tables: Mapping[str, str], more: Mapping[str, np.dtype]) -> list[Tensor]:
+def _scan_file(file: Path, tables: Mapping[str, str], extra_dtypes: Mapping[str, np.dtype]) -> list[Tensor]:
     with opened(file) as handle:
         found: list[Tensor] = []
         for name in handle.keys():  # noqa: SIM118  (the handle is not a mapping)
             piece = handle.get_slice(name)
-            dtype = _dtype(name, piece.get_dtype(), file, tables, more)
+            dtype = _dtype(name, piece.get_dtype(), file, tables, extra_dtypes)
             found.append(Tensor(name, file, dtype, tuple(piece.get_shape())))
     return _with_offsets(found, file)
 
@@ -165,15 +165,19 @@ def _with_offsets(found: list[Tensor], file: Path) -> list[Tensor]:
     ]
 
 
-def _dtype(name: str, code: str, file: Path, tables: Mapping[str, str], more: Mapping[str, np.dtype]) -> np.dtype:
+def _dtype(
+    name: str, code: str, file: Path, tables: Mapping[str, str], extra_dtypes: Mapping[str, np.dtype]
+) -> np.dtype:
     if name in tables:
         if code != tables[name]:
             raise CheckpointError(f"{name} in {file} is {code}; expected {tables[name]}: restore the model's own file.")
         return _TABLES[code]
-    known: dict[str, np.dtype] = {**dtypes.BY_SAFETENSORS_CODE, **more}
+    known: dict[str, np.dtype] = {**dtypes.BY_SAFETENSORS_CODE, **extra_dtypes}
     dtype = known.get(code)
     if dtype is None:
-        advice = "" if more else ", or restore the config.json whose quantization_config describes these weights"
+        advice = (
+            "" if extra_dtypes else ", or restore the config.json whose quantization_config describes these weights"
+        )
         raise CheckpointError(
             f"{name} in {file} is {code}; expected one of {', '.join(known)}: choose a "
             f"checkpoint in one of these dtypes{advice}."
@@ -186,7 +190,7 @@ def scan(
     single: str = SINGLE,
     tables: Mapping[str, str] | None = None,
     is_optional: Callable[[str], bool] = lambda name: False,
-    more: Mapping[str, np.dtype] | None = None,
+    extra_dtypes: Mapping[str, np.dtype] | None = None,
 ) -> dict[str, Tensor]:
     """Return every tensor of a Hugging Face directory by name, reading only the headers.
 
@@ -194,16 +198,16 @@ def scan(
         single: see `convert.weight_files.find`.
         tables: the tensors that are not weights, with their dtypes (I64 or BOOL).
         is_optional: returns whether the index and the files may disagree about whether a given tensor exists.
-        more: further dtypes that a tensor may have, by their names in safetensors.
+        extra_dtypes: further dtypes that a tensor may have, by their names in safetensors.
 
     Raises:
         CheckpointError: a file is damaged or missing; a tensor is in two files; a dtype is not F32, BF16, F16 or in
-            `more`; or the index maps a tensor to a file that does not hold it.
+            `extra_dtypes`; or the index maps a tensor to a file that does not hold it.
     """
     chosen = weight_files.find(directory, single)
     found: dict[str, Tensor] = {}
     for file in chosen.files:
-        for tensor in _scan_file(file, tables or {}, more or {}):
+        for tensor in _scan_file(file, tables or {}, extra_dtypes or {}):
             if tensor.name in found:
                 raise CheckpointError(
                     f"{tensor.name} is in {found[tensor.name].file.name} and in {file.name} of "

@@ -48,7 +48,7 @@ class Grid:
         return groups
 
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
-        """Return the entries of `tensor`, one for each block, for the rows from `start` to `stop`."""
+        """Return the entries of `tensor`, one per block, for the rows from `start` to `stop`."""
         if self.height is None:
             return tensor.read_part(...).reshape(1, -1)
         first = start // self.height

@@ -149,7 +149,8 @@ def from_arrays(
         leaf = leaves.pop(name)
         if isinstance(array, tuple):
             parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape, activation_bits) for part in array]
-            if activation_bits < 24 or all(native.register(part.kernel) for part in parts):
+            have_kernels = all([native.register(part.kernel) for part in parts])
+            if have_kernels or any(part.activation_bits < 24 for part in parts):
                 set_packed(owners[name], parts)
             else:
                 leaf.set_value(widen(parts).T.astype(dtype))

@@ -35,8 +35,8 @@ def every_draft(tree, vocab_size, replacement, seed=0):
     p, q = tables(np.random.default_rng(seed), vocab_size, tree.max_depth)
     found = drafts(tree, q, replacement)
     weights, tokens, laws = (np.array(part) for part in zip(*found, strict=True))
-    behind = np.array([[p[text_of(tree, node, row)] for node in range(tree.size + 1)] for row in tokens])
-    return p, found, weights, Draft(jnp.asarray(tokens), jnp.asarray(laws), tree), jnp.asarray(behind)
+    target_probs = np.array([[p[text_of(tree, node, row)] for node in range(tree.size + 1)] for row in tokens])
+    return p, found, weights, Draft(jnp.asarray(tokens), jnp.asarray(laws), tree), jnp.asarray(target_probs)
 
 
 def distances(joint, p, depth):
@@ -53,13 +53,13 @@ def distances(joint, p, depth):
 def test_lenient_distortion_bounds_distance_at_every_position(report, name, replacement):
     tree, vocab_size = CASES[name]
     with jax.enable_x64(True):
-        p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
+        p, found, weights, draft, target_probs = every_draft(tree, vocab_size, replacement)
         paid = np.asarray(
             kept_in_turn(
-                [jnp.zeros((len(weights), tree.max_depth))] * tree.max_children, draft, behind, LENIENT._bound
+                [jnp.zeros((len(weights), tree.max_depth))] * tree.max_children, draft, target_probs, LENIENT._bound
             )[1]
         )
-        ends = list(ends_of_walk(draft, behind, LENIENT._bound))
+        ends = list(ends_of_walk(draft, target_probs, LENIENT._bound))
         joint = joint_law(tree, p, found, lambda *_: ends)
     mean = np.zeros(tree.max_depth + 1)
     for node, (mass, _) in enumerate(ends):
@@ -89,11 +89,11 @@ def of_longest(name, replacement):
     """Return the distance from the target of sequences from a `Typical` round, and the mean distortion."""
     tree, vocab_size = CASES[name]
     with jax.enable_x64(True):
-        p, found, weights, draft, behind = every_draft(tree, vocab_size, replacement)
+        p, found, weights, draft, target_probs = every_draft(tree, vocab_size, replacement)
         rows, keys = len(weights), jnp.broadcast_to(KEYS, len(weights))
-        accept = jax.jit(lambda: TYPICAL.accept(keys, jnp.zeros(rows, jnp.int32), draft, behind))
+        accept = jax.jit(lambda: TYPICAL.accept(keys, jnp.zeros(rows, jnp.int32), draft, target_probs))
         verdict = jax.device_get(accept())
-        next_probs = jax.jit(lambda end: next_probs_at(end, draft, behind, bound_of(TYPICAL)))
+        next_probs = jax.jit(lambda end: next_probs_at(end, draft, target_probs, bound_of(TYPICAL)))
         end = np.pad(verdict.path, ((0, 0), (1, 0)))[np.arange(rows), verdict.num_accepted]
         joint = joint_law(
             tree,

@@ -104,7 +104,7 @@ def test_all_programs_answer_a_question_before_the_next(monkeypatch):
 def test_questions_alternate_between_kinds(short):
     tokenizer = text_pair.tokenizer()
     tokenizer.chat_template = TEMPLATE
-    assert [kind for kind, _ in coder.asked(tokenizer, 3)] == ["bugs", "tests", "bugs"]
+    assert [kind for kind, _ in coder.coding_questions(tokenizer, 3)] == ["bugs", "tests", "bugs"]
 
 
 def test_mean_ratio_is_geometric_with_interval_over_readings():

@@ -218,7 +218,7 @@ def test_unsupported_format_is_reported_by_plan(tmp_path, run):
 def test_part_of_float8_tensor_is_read(tmp_path):
     values = np.arange(-24, 24, dtype=np.float32).reshape(8, 6).astype(QUANTIZED_DTYPES["F8_E4M3"])
     save_file({"x": values}, tmp_path / "model.safetensors")
-    tensor = safetensors_reader.scan(tmp_path, more=QUANTIZED_DTYPES)["x"]
+    tensor = safetensors_reader.scan(tmp_path, extra_dtypes=QUANTIZED_DTYPES)["x"]
     for index in (
         ...,
         slice(2, 5),

@@ -207,6 +207,11 @@ def test_other_models_are_rejected():
         few(few(MODELS["untied"]()).model)
 
 
+def test_model_with_reduced_head_is_not_a_draft():
+    with pytest.raises(ValueError, match=r"head holds 4 of 8 tokens; pass the drafter that"):
+        module.as_drafter(few(MODELS["untied"]()).model)
+
+
 def test_most_frequent_tokens_are_chosen():
     text = [5, 5, 5, 2, 2, 7, 7, 0]
     assert frequent_tokens(text, 2, 9).tolist() == [2, 5]

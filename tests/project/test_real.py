@@ -163,7 +163,7 @@ def test_coder_pair_drafts_most_tokens_of_plain_text(report, quick_compile):
     except FileNotFoundError as error:
         pytest.skip(str(error))
     (target, draft), tokenizer = map(jspec.load, files), text.load_tokenizer(files[0])
-    rows = [row for _, row in coder.asked(tokenizer, 2)]
+    rows = [row for _, row in coder.coding_questions(tokenizer, 2)]
     ((tokens, lengths, keys),) = chats.requests(tokenizer, rows, 2)
     options = {"max_new_tokens": NEW, "sampling": jspec.SamplingParams(temperature=0.0)}
     options["eos_ids"] = ends = text.eos_ids(target, tokenizer)
