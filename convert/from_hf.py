@@ -192,15 +192,15 @@ def _tiled(tensors: tuple[Tensor, ...]) -> blocks.StoredMatrix:
     name, width = tensors[0].format, tensors[0].shape[1]
     count = sum(tensor.shape[0] for tensor in tensors)
     nbytes = blocks.row_bytes(name, width)
-    tiles = np.empty((-(-count // blocks.LANES), blocks.LANES * nbytes), np.uint8)
+    tiles = blocks.empty_tiles(-(-count // blocks.LANES), blocks.LANES * nbytes)
     at = 0
     for tensor in tensors:
         for rows in row_chunks((tensor.shape[0], nbytes), 1, blocks.LANES):
             stored = tensor.read_stored(rows)
             blocks.check_finite(name, stored, tensor.name)
-            part = blocks.interleave(name, stored)
-            tiles[at : at + len(part)] = part
-            at += len(part)
+            end = at + -(-len(stored) // blocks.LANES)
+            blocks.interleave(name, stored, tiles[at:end])
+            at = end
     return blocks.StoredMatrix(name, (count, width), tiles)
 
 

@@ -148,7 +148,9 @@ def from_arrays(
     for name, array in arrays:
         leaf = leaves.pop(name)
         if isinstance(array, tuple):
-            parts = [PackedMatrix(jnp.asarray(part.tiles), part.format, part.shape, activation_bits) for part in array]
+            parts = [
+                PackedMatrix(jax.device_put(part.tiles), part.format, part.shape, activation_bits) for part in array
+            ]
             have_kernels = all([native.register(part.kernel) for part in parts])
             if have_kernels or any(part.activation_bits < 24 for part in parts):
                 set_packed(owners[name], parts)

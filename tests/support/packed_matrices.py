@@ -1,7 +1,7 @@
 """Random packed matrices, and the weights that they hold."""
 
 import gguf
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -34,7 +34,9 @@ def stored_rows(name, count, width, seed=0):
 def matrix(name, count, width, bits=24):
     """Return a random packed matrix and its weights."""
     rows, weights = stored_rows(name, count, width)
-    return PackedMatrix(jnp.asarray(blocks.interleave(name, rows)), name, (count, width), bits), weights
+    tiles = blocks.empty_tiles(-(-count // blocks.LANES), blocks.LANES * rows.shape[1])
+    blocks.interleave(name, rows, tiles)
+    return PackedMatrix(jax.device_put(tiles), name, (count, width), bits), weights
 
 
 def rounded(x, bits):

@@ -9,10 +9,11 @@
 #define JSPEC_ACTIVATIONS_H_
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+
+#include "vectors.h"
 
 namespace jspec {
 
@@ -29,22 +30,35 @@ struct Step {
   float size, inverse;
 };
 
+inline float power_of_two(int exponent) {
+  const uint32_t bits = (uint32_t)(exponent + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
+}
+
 // The step has a lower bound, so runs of tiny values keep fewer bits.
 inline Step step_for(float largest) {
   if (PLANES < 3) {
     largest = std::max(largest, 0x1p-97f);
     return {largest / LARGEST, LARGEST / largest};
   }
-  int exponent = std::ilogb(std::max(largest, 0x1p-97f));
-  if (largest * std::ldexp(1.0f, 22 - exponent) > LARGEST) exponent++;
-  return {std::ldexp(1.0f, exponent - 22), std::ldexp(1.0f, 22 - exponent)};
+  uint32_t bits;
+  largest = std::max(largest, 0x1p-97f);
+  std::memcpy(&bits, &largest, 4);
+  int exponent = (int)(bits >> 23) - 127;
+  if (largest * power_of_two(22 - exponent) > LARGEST) exponent++;
+  return {power_of_two(exponent - 22), power_of_two(22 - exponent)};
 }
 
 inline Run split(const float* x) {
   Run run;
-  uint32_t bits[RUN], largest = 0;
-  std::memcpy(bits, x, sizeof bits);
-  for (int i = 0; i < RUN; i++) largest = std::max(largest, bits[i] & 0x7fffffff);
+  uint32_t largest = 0;
+  for (int i = 0; i < RUN; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    largest = std::max(largest, bits & 0x7fffffff);
+  }
   if (largest >= 0x7f800000) {  // a value that is not finite makes the row's result NaN
     std::memset(&run, 0, sizeof run);
     run.step = run.sum = std::numeric_limits<float>::quiet_NaN();
@@ -55,14 +69,16 @@ inline Run split(const float* x) {
   const Step step = step_for(magnitude);
   run.step = step.size;
   int32_t total = 0;
-  std::memset(run.sums, 0, sizeof run.sums);
-  for (int i = 0; i < RUN; i++) {
-    const int32_t n = (int32_t)std::nearbyint(x[i] * step.inverse);
-    const uint32_t digits = ((uint32_t)n + 0x808080) ^ 0x808080;
-    total += n;
-    for (int p = 0; p < PLANES; p++) {
-      run.bytes[p][i] = (int8_t)(digits >> 8 * p);
-      run.sums[i / 16][p] += run.bytes[p][i];
+  for (int half = 0; half < RUN / 16; half++) {
+    V values;
+    std::memcpy(&values, x + 16 * half, 64);
+    const I n = nearest(values * spread(step.inverse));
+    const U digits = ((U)n + 0x808080) ^ 0x808080;
+    total += sum(n);
+    for (int plane = 0; plane < PLANES; plane++) {
+      const B bytes = __builtin_convertvector(digits >> 8 * plane, B);
+      std::memcpy(run.bytes[plane] + 16 * half, &bytes, 16);
+      run.sums[half][plane] = sum((I)(digits << (24 - 8 * plane)) >> 24);
     }
   }
   run.sum = run.step * (float)total;

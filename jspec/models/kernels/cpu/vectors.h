@@ -3,6 +3,7 @@
 #ifndef JSPEC_VECTORS_H_
 #define JSPEC_VECTORS_H_
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__)
@@ -15,6 +16,7 @@ typedef float V __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint16_t H __attribute__((vector_size(32)));
+typedef int8_t B __attribute__((vector_size(16)));
 
 inline U load(const uint8_t* p) {
   U out;
@@ -26,9 +28,23 @@ inline I spread(int32_t x) { return x - I{}; }
 inline V real(I x) { return __builtin_convertvector(x, V); }
 
 #if defined(__AVX512F__)
+// Rounds to the nearest integer, and halves to the even one.
+inline I nearest(V x) { return (I)_mm512_cvtps_epi32((__m512)x); }
+inline int32_t sum(I x) { return _mm512_reduce_add_epi32((__m512i)x); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline V halves(const uint8_t* p) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#else
+inline I nearest(V x) {
+  I out;
+  for (int i = 0; i < 16; i++) out[i] = (int32_t)std::nearbyint(x[i]);
+  return out;
+}
+inline int32_t sum(I x) {
+  int32_t total = 0;
+  for (int i = 0; i < 16; i++) total += x[i];
+  return total;
+}
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 inline V fma(V a, V b, V c) {
   __m256 in[3][2], out[2];
   std::memcpy(in[0], &a, 64), std::memcpy(in[1], &b, 64), std::memcpy(in[2], &c, 64);
@@ -55,6 +71,7 @@ inline V halves(const uint8_t* p) {
   std::memcpy(&floats, moved, 64);
   return floats * 0x1p112f;
 }
+#endif
 #endif
 
 // Adds to each lane of sums the dot product of the lane's four unsigned codes and four signed bytes, the same for all.
