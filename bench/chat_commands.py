@@ -84,6 +84,13 @@ def answers(
     tune: Annotated[
         bool, typer.Option("--tune", help="With --pair: also measure the length that tune chooses.")
     ] = False,
+    bits: Annotated[
+        int | None, typer.Option("--activation-bits", help="With --pair: 8, 16 or 24 bits per activation.")
+    ] = None,
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option("--draft-vocabulary", min=1, help="With --pair: also let the draft model draft only N tokens."),
+    ] = None,
 ) -> None:
     """Measure a real model's tokens per second on four kinds of question, in jspec, transformers and llama.cpp."""
     if pair is not None:
@@ -91,16 +98,28 @@ def answers(
 
         _reject("without --pair", requests=requests, repeats=repeats, head=head, tree=tree, held_out=held_out)
         with one_sentence((ValueError, OSError)):
-            run = coder.Run(questions or 64, tuple(batch), tuple(k or (2, 4, 6)), new_tokens, temperature, twins, tune)
+            run = coder.Run(
+                questions or 64,
+                tuple(batch),
+                tuple(k or (2, 4, 6)),
+                new_tokens,
+                temperature,
+                twins,
+                tune,
+                activation_bits=24 if bits is None else bits,
+                draft_vocabulary=draft_vocabulary,
+            )
             files = coder.find(target, draft)
         if twins:
             _need_torch()
-        subject = need_template(measured(new_tokens, "bundled", *files, None, output, by_model=True))
+        rest = {"by_model": True, "activation_bits": run.activation_bits}
+        subject = need_template(measured(new_tokens, "bundled", *files, None, output, **rest))
         coder.measure(dataclasses.replace(subject, name=pair), files[0], run)
         return
     from bench import answers, chats
 
-    _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune)
+    only_pair = {"activation_bits": bits, "draft_vocabulary": draft_vocabulary}
+    _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune, **only_pair)
     if len(k or []) > 1:
         raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one value.")
     if tree and head is None:

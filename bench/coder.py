@@ -18,7 +18,9 @@ from bench.report import publish
 from bench.subject import Subject
 from bench.timing import in_turns, mean_ratio
 from convert import hub_names
+from jspec.drafters import frequent_tokens
 from jspec.drafters.combine.fallback import with_lookup_first
+from pair.corpus import read_documents
 
 NAMES = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 LLAMA_CPP, LLAMA_CPP_LOOKUP = "llama.cpp", "llama.cpp lookup"
@@ -40,6 +42,8 @@ class Run:
         ks: the draft lengths of the draft model.
         with_transformers: whether to measure transformers, too, with the same weights in float32.
         tune: whether to add the draft length that `jspec.tune` chooses on the first batch of questions.
+        activation_bits: the precision of jspec's activations.
+        draft_vocabulary: the size of a reduced vocabulary with which to measure the draft model, too; None for none.
     """
 
     questions: int
@@ -49,6 +53,8 @@ class Run:
     temperature: float
     with_transformers: bool
     tune: bool
+    activation_bits: int = 24
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if uneven := [batch for batch in self.batches if self.questions % batch]:
@@ -99,11 +105,12 @@ def measure(subject: Subject, source: str, run: Run) -> None:
     questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
     others, rows, notes = _others(subject, convert.resolve(source), longest, run), [], []
+    small = None if run.draft_vocabulary is None else reduced(subject, run.draft_vocabulary)
     for batch in run.batches:
         parts = [questions[i : i + batch] for i in range(0, len(questions), batch)]
         groups: list[Group] = [(tuple(kind for kind, _ in part), [row for _, row in part]) for part in parts]
         tuned = _tuned(subject, groups[0][1], run) if run.tune else None
-        ways = drafters(subject, sorted({*run.ks, *([tuned] if tuned else [])}))
+        ways = drafters(subject, sorted({*run.ks, *([tuned] if tuned else [])}), small)
         readings = _readings(subject, others, groups, ways, run)
         kinds = (ALL, *dict.fromkeys(kind for kind, _ in questions)) if batch == 1 else (ALL,)
         rows += [row for kind in kinds for row in _rows(kind, batch, groups, readings)]
@@ -112,10 +119,30 @@ def measure(subject: Subject, source: str, run: Run) -> None:
     _publish(subject, run, rows, notes, others)
 
 
-def drafters(subject: Subject, ks: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
+def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
+    """Return the draft model with a vocabulary of `count` tokens.
+
+    They are those that occur most often in Python's standard library, then those with the lowest ids, which byte-pair
+    encoding has learned from the most frequent pairs.
+
+    Raises:
+        ValueError: `count` is too small, or larger than the vocabulary.
+    """
+    texts = [document.text for document in read_documents()]
+    counted = np.concatenate([np.array(ids) for ids in subject.tokenizer(texts, verbose=False)["input_ids"]])
+    vocab_size = subject.target.config.vocab_size
+    tokens = frequent_tokens(counted, count, vocab_size, always=chats.ends(subject))
+    return jspec.ModelDrafter.with_vocabulary(subject.draft, tokens)
+
+
+def drafters(
+    subject: Subject, ks: Sequence[int], small: jspec.ModelDrafter | None = None
+) -> dict[str, tuple[Any, int | None]]:
     """Return the drafter and draft length for each name. A length of None means the default of `jspec.complete`."""
     found: dict[str, tuple[Any, int | None]] = {"plain": (None, None)}
     found |= {f"draft model, K = {k}": (subject.draft, k) for k in ks}
+    if small is not None:
+        found |= {f"draft model, {small.model.head.num_tokens} tokens, K = {k}": (small, k) for k in ks}
     return found | {
         "lookup": (jspec.NGramDrafter(), None),
         "lookup, else draft model": (with_lookup_first(subject.draft), None),
@@ -204,9 +231,10 @@ def _rows(kind: str, batch: int, groups: list[Group], readings: list[GroupTimes]
 
 
 def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list[str], others: dict[str, Any]) -> None:
+    bits = "" if run.activation_bits == 24 else f"-{run.activation_bits}-bit-activations"
     missing = "" if LLAMA_CPP in others else " llama.cpp is not measured: it needs llama-cpp-python and a GGUF file."
     publish(
-        f"answers-{subject.name}-t{run.temperature:g}-{jax.default_backend()}",
+        f"answers-{subject.name}{bits}-t{run.temperature:g}-{jax.default_backend()}",
         f"{subject.name}, temperature {run.temperature:g}: answers to {run.questions} coding questions,"
         f" at most {run.new_tokens} new tokens, {subject.target.dtype}",
         rows,
@@ -218,7 +246,7 @@ def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list
             " jspec's plain decoding; sampled texts may differ.",
             f"llama.cpp's prompt lookup drafts {LOOKUP} tokens, and transformers' assistant drafts {ASSISTED}; both"
             f" support only one row.{missing} llama.cpp rounds activations to 8 bits and samples without a seed. Its"
-            " cache is float32, without flash attention. jspec does not round activations.",
+            f" cache is float32, without flash attention. In jspec, activations have {run.activation_bits} bits.",
             *tuned,
         ],
         folder=subject.folder,

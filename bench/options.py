@@ -108,12 +108,14 @@ def measured(
     *rest: Path | None,
     by_model: bool = False,
     may_branch: bool = False,
+    activation_bits: int = 24,
 ) -> "Subject":
     """Return the result of `bench.subject.find` for these options. Invalid options end the command with one sentence.
 
     Args:
         by_model: whether the command supports only drafts that are models.
         may_branch: whether the command supports drafters with their own tree.
+        activation_bits: the precision of the activations of `target` and `draft`. See `jspec.load`.
     """
     from bench import subject
 
@@ -122,7 +124,7 @@ def measured(
             raise ValueError(f"This command requires a draft model, but {draft} is not a model; pass --draft SRC.")
         if draft == subject.RECYCLING and not may_branch:
             raise ValueError("This command drafts chains, but recycling drafts a tree; use python -m bench trees.")
-        return subject.find(new_tokens, pair, target, draft, *rest)
+        return subject.find(new_tokens, pair, target, draft, *rest, activation_bits=activation_bits)
 
 
 def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":

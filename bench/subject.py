@@ -15,7 +15,7 @@ from bench.report import RESULTS
 from jspec import text
 from jspec.bundled import PAIR
 from jspec.cli.common import UsageError
-from jspec.cli.model_args import BESIDE, LOOKUP, NONE, check_exit, is_model, sources, without_model
+from jspec.cli.model_args import BESIDE, LOOKUP, NONE, Precision, check_exit, is_model, sources, without_model
 from jspec.drafters.combine.fallback import with_lookup_first
 from pair.corpus import is_held_out, read_documents
 
@@ -97,7 +97,13 @@ def held_out(tokenizer: Any, batch: int) -> dict[str, np.ndarray]:
 
 
 def find(
-    new_tokens: int, pair: str, target: str | None, draft: str | None, prompts: Path | None, folder: Path | None
+    new_tokens: int,
+    pair: str,
+    target: str | None,
+    draft: str | None,
+    prompts: Path | None,
+    folder: Path | None,
+    activation_bits: int = 24,
 ) -> Subject:
     """Return the subject that the options describe.
 
@@ -108,6 +114,7 @@ def find(
         draft: the same forms or, to draft without a model, "recycling", "lookup", "exit:N" or a datastore.
         prompts: a file of prompts. See `read_prompts`.
         folder: the folder for the results, created if missing. None is bench/results.
+        activation_bits: the precision of the activations of `target` and `draft`. See `jspec.load`.
 
     Raises:
         ValueError: options conflict, tokenizers differ, or prompts cannot be used.
@@ -115,7 +122,8 @@ def find(
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    found = _own(pair, target, draft, prompts) if target or draft else _known(pair, prompts)
+    own = target or draft
+    found = _own(pair, target, draft, prompts, activation_bits) if own else _known(pair, prompts)
     found = dataclasses.replace(found, folder=folder or RESULTS)
     if prompts is None:
         return found
@@ -137,7 +145,7 @@ def _known(pair: str, prompts: Path | None) -> Subject:
     return Subject(pair, *pairs.pair(pair))
 
 
-def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None) -> Subject:
+def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None, activation_bits: int) -> Subject:
     """Return your own checkpoints. A draft without a model also works for the target of `pair`."""
     if draft in (None, NONE) or (target is None and drafts_by_model(draft)):
         raise ValueError(
@@ -154,7 +162,9 @@ def _own(pair: str, target: str | None, draft: str | None, prompts: Path | None)
             found = dataclasses.replace(found, draft=with_lookup_first(drafter) if where.looks_up else drafter)
         else:
             tokenizer = where.tokenizer()
-            found = Subject(Path(target).resolve().name, *where.load(), tokenizer)
+            found = Subject(
+                Path(target).resolve().name, *where.load(Precision(activation_bits=activation_bits)), tokenizer
+            )
     except UsageError as error:
         raise ValueError(error) from error
     own = Path(draft.removeprefix(BESIDE)).resolve()

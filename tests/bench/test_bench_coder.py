@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import jspec
 from bench import chats, coder, llamacpp, timing
 from bench.__main__ import app
+from pair.corpus import Document
 from support import text_pair
 from support.templates import TEMPLATE
 
@@ -56,8 +57,12 @@ def test_coding_questions_are_distinct_and_sixteen_per_kind():
 def test_every_way_is_measured_by_kind_and_batch(pair, short, tmp_path):
     twins = ("--transformers",) if importlib.util.find_spec("torch") else ()
     options = *pair, "--questions", 2, "--batch", 1, "--batch", 2, "--num-draft-tokens", 1, "--max-new-tokens", 8
-    notes, rows = report(tmp_path, *options, *twins, "--tune")
-    names = {*GREEDY, *(("transformers plain", "transformers assisted") if twins else ())}
+    notes, rows = report(tmp_path, *options, *twins, "--tune", "--draft-vocabulary", 40)
+    names = {
+        *GREEDY,
+        "draft model, 40 tokens, K = 1",
+        *(("transformers plain", "transformers assisted") if twins else ()),
+    }
     assert {name for kind, batch, name in rows if (kind, batch) == ("all", 1)} == names
     assert {(kind, batch) for kind, batch, _ in rows} == {("all", 1), ("bugs", 1), ("tests", 1), ("all", 2)}
     for (kind, batch, name), row in rows.items():
@@ -131,6 +136,8 @@ MISTAKES = {
     "left over": (["--pair", "qwen-coder", "--questions", "9"], "--questions 9 is not a multiple of --batch 8"),
     "short": (["--pair", "qwen-coder", "--tune", "--max-new-tokens", "7"], "--tune needs at least 8 new tokens"),
     "noise": (["--pair", "qwen-coder", "--transformers", "--temperature", "1"], "--transformers decodes only greedily"),
+    "vocabulary": (["--draft-vocabulary", "9"], "--draft-vocabulary works only with --pair"),
+    "bits": (["--activation-bits", "8"], "--activation-bits works only with --pair"),
     "no model": (["--pair", "qwen-coder", "--target", "x", "--draft", "lookup"], "requires a draft model"),
 }
 
@@ -150,3 +157,17 @@ def test_drafters_use_the_pairs_draft(pair):
         "draft model, K = 4",
     ]
     assert ways["lookup, else draft model"][0].second is not None and ways["plain"] == (None, None)
+
+
+def test_reduced_vocabulary_holds_frequent_tokens_and_ends(pair, monkeypatch):
+    monkeypatch.setattr(coder, "read_documents", lambda: [Document("a.py", "a a a")])
+    subject = coder.Subject("x", jspec.load(pair[1]), jspec.load(pair[3]), text_pair.tokenizer())
+    ends, ids = {*chats.ends(subject)}, {*subject.tokenizer.encode("a a a", add_special_tokens=False)}
+    size = len(ends | ids)
+    kept = np.flatnonzero(np.asarray(coder.reduced(subject, size).draft_ids) < size)
+    assert {*kept.tolist()} == ends | ids
+
+
+def test_activation_bits_of_unpacked_models_end_command_with_one_sentence(pair):
+    code, out = answers("--pair", "qwen-coder", *pair, "--activation-bits", 8)
+    assert code in (1, 2) and "activation_bits" in out
