@@ -89,7 +89,12 @@ def answers(
     ] = None,
     draft_vocabulary: Annotated[
         int | None,
-        typer.Option("--draft-vocabulary", min=1, help="With --pair: also let the draft model draft only N tokens."),
+        typer.Option(
+            "--draft-vocabulary",
+            metavar="N",
+            min=1,
+            help="With --pair: also measure the draft model with a vocabulary of only N tokens.",
+        ),
     ] = None,
 ) -> None:
     """Measure a real model's tokens per second on four kinds of question, in jspec, transformers and llama.cpp."""
@@ -107,14 +112,18 @@ def answers(
                 twins,
                 tune,
                 activation_bits=24 if bits is None else bits,
-                draft_vocabulary=draft_vocabulary,
             )
             files = coder.find(target, draft)
         if twins:
             _need_torch()
-        rest = {"by_model": True, "activation_bits": run.activation_bits}
-        subject = need_template(measured(new_tokens, "bundled", *files, None, output, **rest))
-        coder.measure(dataclasses.replace(subject, name=pair), files[0], run)
+        subject = need_template(
+            measured(new_tokens, "bundled", *files, None, output, by_model=True, activation_bits=run.activation_bits)
+        )
+        small = None
+        if draft_vocabulary is not None:
+            with one_sentence((TypeError, ValueError)):
+                small = coder.reduced(subject, draft_vocabulary)
+        coder.measure(dataclasses.replace(subject, name=pair), files[0], run, small)
         return
     from bench import answers, chats
 

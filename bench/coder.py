@@ -20,6 +20,7 @@ from bench.timing import in_turns, mean_ratio
 from convert import hub_names
 from jspec.drafters import frequent_tokens
 from jspec.drafters.combine.fallback import with_lookup_first
+from jspec.models.language_model import vocab_size_of
 from pair.corpus import read_documents
 
 NAMES = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
@@ -43,7 +44,6 @@ class Run:
         with_transformers: whether to measure transformers, too, with the same weights in float32.
         tune: whether to add the draft length that `jspec.tune` chooses on the first batch of questions.
         activation_bits: the precision of jspec's activations.
-        draft_vocabulary: the size of a reduced vocabulary with which to measure the draft model, too; None for none.
     """
 
     questions: int
@@ -54,7 +54,6 @@ class Run:
     with_transformers: bool
     tune: bool
     activation_bits: int = 24
-    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if uneven := [batch for batch in self.batches if self.questions % batch]:
@@ -100,12 +99,16 @@ def coding_questions(tokenizer: Any, count: int) -> list[tuple[str, np.ndarray]]
     return [question for one_of_each in zip(*rows, strict=True) for question in one_of_each][:count]
 
 
-def measure(subject: Subject, source: str, run: Run) -> None:
-    """Publish one row per batch size, kind of question and program. `source` is the source of the target."""
+def measure(subject: Subject, source: str, run: Run, small: jspec.ModelDrafter | None = None) -> None:
+    """Publish one row per batch size, kind of question and program.
+
+    Args:
+        source: the source of the target.
+        small: the draft model with a reduced vocabulary, to be measured, too.
+    """
     questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
     others, rows, notes = _others(subject, convert.resolve(source), longest, run), [], []
-    small = None if run.draft_vocabulary is None else reduced(subject, run.draft_vocabulary)
     for batch in run.batches:
         parts = [questions[i : i + batch] for i in range(0, len(questions), batch)]
         groups: list[Group] = [(tuple(kind for kind, _ in part), [row for _, row in part]) for part in parts]
@@ -120,17 +123,21 @@ def measure(subject: Subject, source: str, run: Run) -> None:
 
 
 def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
-    """Return the draft model with a vocabulary of `count` tokens.
+    """Return the draft model with a vocabulary of `count` tokens, which include the EOS ids.
 
-    They are those that occur most often in Python's standard library, then those with the lowest ids, which byte-pair
-    encoding has learned from the most frequent pairs.
+    The other tokens are the most frequent ones in Python's standard library. If these are too few, tokens with low ids
+    are added, because byte-pair encoding numbers frequent tokens first.
 
     Raises:
-        ValueError: `count` is too small, or larger than the vocabulary.
+        TypeError: the draft is not a model.
+        ValueError: `count` is smaller than the number of EOS ids, or larger than the vocabulary.
     """
     texts = [document.text for document in read_documents()]
     counted = np.concatenate([np.array(ids) for ids in subject.tokenizer(texts, verbose=False)["input_ids"]])
-    vocab_size = subject.target.config.vocab_size
+    vocab_size = vocab_size_of("--draft", subject.draft)
+    ends = len(chats.ends(subject))
+    if not ends <= count <= vocab_size:
+        raise ValueError(f"--draft-vocabulary {count} is not from {ends} to {vocab_size}; pass a number in this range.")
     tokens = frequent_tokens(counted, count, vocab_size, always=chats.ends(subject))
     return jspec.ModelDrafter.with_vocabulary(subject.draft, tokens)
 
@@ -231,7 +238,10 @@ def _rows(kind: str, batch: int, groups: list[Group], readings: list[GroupTimes]
 
 
 def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list[str], others: dict[str, Any]) -> None:
-    bits = "" if run.activation_bits == 24 else f"-{run.activation_bits}-bit-activations"
+    bits, rounding = "", "jspec does not round activations."
+    if run.activation_bits < 24:
+        bits = f"-{run.activation_bits}-bit-activations"
+        rounding = f"jspec rounds activations that multiply quantised weights to {run.activation_bits} bits."
     missing = "" if LLAMA_CPP in others else " llama.cpp is not measured: it needs llama-cpp-python and a GGUF file."
     publish(
         f"answers-{subject.name}{bits}-t{run.temperature:g}-{jax.default_backend()}",
@@ -246,7 +256,7 @@ def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list
             " jspec's plain decoding; sampled texts may differ.",
             f"llama.cpp's prompt lookup drafts {LOOKUP} tokens, and transformers' assistant drafts {ASSISTED}; both"
             f" support only one row.{missing} llama.cpp rounds activations to 8 bits and samples without a seed. Its"
-            f" cache is float32, without flash attention. In jspec, activations have {run.activation_bits} bits.",
+            f" cache is float32, without flash attention. {rounding}",
             *tuned,
         ],
         folder=subject.folder,

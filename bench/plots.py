@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -91,12 +92,13 @@ def answers(figure: Figure, rows: Rows) -> None:
     """Plot `bench.answers`: tokens per second, with one panel per batch size and one group per question kind."""
     batches, programs = _groups(rows, "batch"), list(_groups(rows, "program"))
     panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    colours = matplotlib.colormaps["tab20"]
     for axes, (batch, mine) in zip(panels, batches.items(), strict=True):
         kinds = list(_groups(mine, "question"))
         for number, program in enumerate(programs):
             speeds = {row["question"]: row["tokens/s"] for row in mine if row["program"] == program}
             at = [kinds.index(kind) + (number + 0.5) / (len(programs) + 1) for kind in speeds]
-            axes.barh(at, list(speeds.values()), 0.9 / (len(programs) + 1), label=program, color=f"C{number}")
+            axes.barh(at, list(speeds.values()), 0.9 / (len(programs) + 1), label=program, color=colours(number))
         axes.set_yticks([i + 0.45 for i in range(len(kinds))], kinds)
         axes.set_title(f"batch {batch}", fontsize="small")
         axes.set_xlabel("tokens/s")

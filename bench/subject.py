@@ -114,7 +114,7 @@ def find(
         draft: the same forms or, to draft without a model, "recycling", "lookup", "exit:N" or a datastore.
         prompts: a file of prompts. See `read_prompts`.
         folder: the folder for the results, created if missing. None is bench/results.
-        activation_bits: the precision of the activations of `target` and `draft`. See `jspec.load`.
+        activation_bits: the precision of your own models' activations. See `jspec.load`.
 
     Raises:
         ValueError: options conflict, tokenizers differ, or prompts cannot be used.

@@ -16,7 +16,8 @@ import numpy as np
 from convert.errors import CheckpointError
 
 LANES = 16
-_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20  # the usual size on Linux
+_ALIGNMENT = 64  # that of JAX's own arrays on CPU
 _EXPONENT = 0x7C00  # all ones in a float16 that is not finite
 
 
@@ -108,22 +109,28 @@ def row_bytes(name: str, width: int) -> int:
 
 
 def empty_tiles(count: int, nbytes: int) -> np.ndarray:
-    """Return uninitialised tiles ``uint8[count, nbytes]`` that start on a page of 2 MB.
+    """Return uninitialised tiles ``uint8[count, nbytes]``. Do not change them after `jax.device_put`.
 
-    Linux gives large NumPy arrays such pages, which are faster to read than pages of 4 KB. On CPUs, `jax.device_put`
-    uses an array with this alignment without copying it.
+    On CPU, `jax.device_put` uses them without a copy, because their start is aligned. Tiles of at least 2 MB start at a
+    multiple of 2 MB, so that Linux can back them with huge pages, which are faster to read.
     """
-    buffer = np.empty(count * nbytes + _PAGE, np.uint8)
-    start = -buffer.ctypes.data % _PAGE
-    return buffer[start : start + count * nbytes].reshape(count, nbytes)
+    size = count * nbytes
+    alignment = _HUGE_PAGE if size >= _HUGE_PAGE else _ALIGNMENT
+    buffer = np.empty(size + alignment, np.uint8)
+    start = -buffer.ctypes.data % alignment
+    return buffer[start : start + size].reshape(count, nbytes)
 
 
 def interleave(name: str, rows: np.ndarray, tiles: np.ndarray) -> None:
-    """Fill ``tiles``, ``uint8[ceil(N / 16), 16 row_bytes]``, with the stored ``rows``, ``uint8[N, row_bytes]``."""
+    """Fill ``tiles``, ``uint8[ceil(N / 16), 16 row_bytes]``, with the stored ``rows``, ``uint8[N, row_bytes]``.
+
+    `tiles` must be C-contiguous.
+    """
     form, (count, width) = FORMATS[name], rows.shape
     if count % LANES:
         rows = np.pad(rows, ((0, -count % LANES), (0, 0)))
     blocks = rows.reshape(len(tiles), LANES, width // form.nbytes, form.nbytes)
+    assert tiles.flags.c_contiguous  # otherwise, the next line would copy
     out = tiles.reshape(len(tiles), blocks.shape[2], form.nbytes * LANES)
     at = 0
     for field in form.fields:

@@ -135,6 +135,7 @@ MISTAKES = {
     "two lengths": (["--num-draft-tokens", "1", "--num-draft-tokens", "2"], "may be repeated only with --pair"),
     "left over": (["--pair", "qwen-coder", "--questions", "9"], "--questions 9 is not a multiple of --batch 8"),
     "short": (["--pair", "qwen-coder", "--tune", "--max-new-tokens", "7"], "--tune needs at least 8 new tokens"),
+    "no vocabulary": (["--pair", "qwen-coder", "--draft-vocabulary", "0"], "--draft-vocabulary"),
     "noise": (["--pair", "qwen-coder", "--transformers", "--temperature", "1"], "--transformers decodes only greedily"),
     "vocabulary": (["--draft-vocabulary", "9"], "--draft-vocabulary works only with --pair"),
     "bits": (["--activation-bits", "8"], "--activation-bits works only with --pair"),
@@ -162,12 +163,20 @@ def test_drafters_use_the_pairs_draft(pair):
 def test_reduced_vocabulary_holds_frequent_tokens_and_ends(pair, monkeypatch):
     monkeypatch.setattr(coder, "read_documents", lambda: [Document("a.py", "a a a")])
     subject = coder.Subject("x", jspec.load(pair[1]), jspec.load(pair[3]), text_pair.tokenizer())
-    ends, ids = {*chats.ends(subject)}, {*subject.tokenizer.encode("a a a", add_special_tokens=False)}
-    size = len(ends | ids)
-    kept = np.flatnonzero(np.asarray(coder.reduced(subject, size).draft_ids) < size)
-    assert {*kept.tolist()} == ends | ids
+    (first, often, _) = subject.tokenizer.encode("a a a", add_special_tokens=False)
+    (end,) = chats.ends(subject)
+    assert end != first  # "a" alone is less frequent than " a", so that the end must take its place
+    kept = np.flatnonzero(np.asarray(coder.reduced(subject, 2).draft_ids) < 2)
+    assert {*kept.tolist()} == {end, often}
 
 
-def test_activation_bits_of_unpacked_models_end_command_with_one_sentence(pair):
-    code, out = answers("--pair", "qwen-coder", *pair, "--activation-bits", 8)
-    assert code in (1, 2) and "activation_bits" in out
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--activation-bits", 8, "activation_bits=8"),
+        ("--draft-vocabulary", 10**6, "--draft-vocabulary 1000000 is not from 1 to"),
+    ],
+)
+def test_option_that_does_not_fit_the_models_ends_command_with_one_sentence(pair, option, value, message):
+    code, out = answers("--pair", "qwen-coder", *pair, option, value)
+    assert code == 1 and message in out and out.endswith(".") and "Traceback" not in out

@@ -34,7 +34,7 @@ struct Product {
 };
 
 // Weights are prefetched into the second-level cache this many bytes before their use. With several rows, the
-// processor's own prefetching is too late. The first-level cache is too small for so many bytes.
+// processor's own prefetching is too late. The first-level cache also holds the rows' runs, so these bytes do not fit.
 constexpr int AHEAD = 12288;
 
 template <int lines>
