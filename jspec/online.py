@@ -30,8 +30,8 @@ class Learner:
     `pickle` saves and restores everything, including the target and the sequences waiting for a training step.
 
     Attributes:
-        drafter: the drafter for the next request; a new object after every step.
-        scores: the drafter's `Score` on each batch, measured before it learned from that batch.
+        drafter: the drafter for the next request. Every step replaces it with a new object.
+        scores: the drafter's `Score` on each batch, measured before the drafter learned from that batch.
 
     Args:
         target: a `jspec.Llama`.
@@ -108,7 +108,7 @@ class Learner:
 
     @explicit_transfers()
     def _step(self, rows: list[Row]) -> None:
-        batch = side_by_side(rows, self._batch, self._length)  # padded to full width: one program
+        batch = side_by_side(rows, self._batch, self._length)  # pad to full width, so that only one program compiles
         self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)
         self.scores.append(jax.device_get(score))
         learned = self._trainee.drafter(self._state["weights"])

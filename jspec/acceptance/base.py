@@ -19,7 +19,7 @@ class Rule:
         shares_noise: whether drafts are sampled with the same noise that the target uses to sample its own tokens.
         branches: whether the rule can verify a tree. By default, a rule verifies only chains.
         independent: whether siblings must be sampled independently of each other, from one distribution. A drafter
-            declares this with its `replacement` attribute; any other drafter is rejected.
+            declares with its `replacement` attribute that it samples them so. Trees from other drafters are rejected.
     """
 
     exact: ClassVar[bool]

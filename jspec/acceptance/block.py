@@ -1,4 +1,4 @@
-"""Block verification of a chain as a whole."""
+"""Block verification, which verifies a chain as a whole."""
 
 import dataclasses
 from typing import ClassVar
@@ -55,15 +55,15 @@ def block_weights(draft: Draft, target_probs: Array) -> Array:
 
 
 def block_chances(weights: Array, draft: Draft, target_probs: Array) -> Array:
-    """Return ``[B, K]``, the probability of accepting i = 1 .. K draft tokens if no longer prefix is accepted.
+    """Return ``[B, K]``, the probability of accepting i = 1 .. K draft tokens if all longer prefixes are rejected.
 
-    For i < K it is ``l / (l + 1 - w_i)``, where ``l = sum_x max(w_i p(x) - q(x), 0)`` at the next position. For i = K
-    it is w_K (Sun et al. 2024, algorithm 2).
+    For i < K, this is ``l / (l + 1 - w_i)``, where ``l = sum_x max(w_i p(x) - q(x), 0)`` at the next position. For
+    i = K, it is w_K (Sun et al. 2024, algorithm 2).
     """
     weight, q = weights[:, 1:-1], draft.probs[:, 1:]
     mass = weight[..., None] * target_probs[:, 1:-1]
     left = jnp.where(q > 0, jnp.maximum(mass - q, 0), mass).sum(-1)
-    # If the target has no valid distribution, the text ends and the missing mass counts as remaining.
+    # If the target has no valid distribution, the text ends and the missing mass counts as remaining mass.
     left = jnp.where(mass.sum(-1) > 0, left, weight)
     chances = jnp.where(weight >= 1, 1, left / (left + 1 - weight))
     return jnp.concatenate([chances, weights[:, 1:][:, -1:]], axis=1)  # the last part is empty if K = 0

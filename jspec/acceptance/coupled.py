@@ -19,8 +19,8 @@ class Coupled(Rule):
     """A Gumbel coupling of draft and target (Daliri, Musco and Suresh 2025).
 
     The target samples its tokens as in plain decoding. Draft tokens are sampled with the same noise and accepted if
-    they match. The output is therefore the same, token for token, as that of `jspec.generate` for the same key,
-    whatever the draft, its tree and K. Only rounding in the logits can change it.
+    they match the target's tokens. The output is therefore the same, token for token, as that of `jspec.generate` for
+    the same key, whatever the draft, its tree and K. Only rounding in the logits can change it.
 
     On a chain, this rule accepts fewer tokens than `Rejection`, whose coupling is optimal. If each vocabulary token had
     one random number, the acceptance rate would be at least ``(1 - d) / (1 + d)``, where d is the total variation
@@ -38,14 +38,14 @@ class Coupled(Rule):
 
 
 def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
-    """Accept the draft tokens that ``noise[B, max_depth + 1, 2, W]`` also samples from the target's distributions."""
+    """Accept the draft tokens that the target also samples with ``noise[B, max_depth + 1, 2, W]``."""
     tree = draft.topology
     if not tree.is_chain:
         depths = jnp.broadcast_to(tree.offsets, (len(noise), tree.size + 1))
         noise = jnp.take_along_axis(noise, depths[..., None, None], axis=1)
-    # Like plain decoding, sample from `residual` without a draft: p, normalised, without mass at non-finite entries.
+    # Sample as in plain decoding: `residual` without a draft is p, normalised, without mass at non-finite entries.
     drawn = sample_with_noise(noise, residual(target_probs, jnp.zeros_like(target_probs)))
-    # A distribution without mass yields token 0, which must not be accepted. Nor must a token with non-finite `probs`.
+    # A distribution without mass yields token 0, which must be rejected. So must a token with non-finite `probs`.
     kept = is_guess(draft) & (draft.tokens == at_parents(drawn, tree))
     kept &= at_tokens(at_parents(target_probs, tree), draft.tokens) > 0
     if draft.probs is not None:
@@ -53,7 +53,8 @@ def accept_coupled(noise: Array, draft: Draft, target_probs: Array) -> Verdict:
     if tree.is_chain:
         end = length_of_prefix(kept)
         return Verdict(end, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0])
-    # Accepted siblings are the same token. If several drafters drafted it, one sibling's branch may be longer.
+    # Accepted siblings hold the same token. If several drafters drafted this token, one sibling's branch may be longer
+    # than the others.
     num_accepted, path = follow_longest(kept, tree) if isinstance(tree, Tree) else follow(kept, tree)
     end = end_of(num_accepted, path)
     return Verdict(num_accepted, jnp.take_along_axis(drawn, end[:, None], axis=1)[:, 0], path=path)

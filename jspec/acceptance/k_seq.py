@@ -15,17 +15,18 @@ from jspec.core.probs import at_tokens, residual, sample
 from jspec.core.sharding import vary_like
 from jspec.core.types import Draft, Verdict
 
-# Bisection steps for rho. More steps are more precise. The rule is exact for any number of steps.
+# Bisection steps for rho. More steps make rho more precise. The rule is exact for any number of steps.
 _STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class KSeq(Rule):
-    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3), which verifies k children of a node against ``p / rho`` each.
+    """K-SEQ (Sun et al. 2023, SpecTr, algorithm 3), which verifies each of a node's k children against ``p / rho``.
 
     ``rho`` is the smallest factor in 1 .. k at which the children together take no more than p. All siblings are thus
-    verified in the same way, whereas "rejection" offers all of p to the first child and the remainder to the later
-    ones. The probability of accepting any child is at least ``1 - 1/e`` times the best possible (their theorem 1).
+    verified in the same way, whereas "rejection" verifies the first child against all of p, and later children against
+    the remainder. The probability of accepting one of the children is at least ``1 - 1/e`` times the highest possible
+    probability (theorem 1 of the same paper).
 
     The children must be sampled independently, from one distribution. The rule walks down a tree node by node. On a
     chain it is the same as `Rejection`.
@@ -108,12 +109,12 @@ def shared_factor(p: Array, q: Array, count: Array, most: int) -> Array:
     least = jnp.ones_like(p[..., 0])
     bounds: tuple[Array, Array] = vary_like((least, least * jnp.maximum(count, 1).astype(least.dtype)), p)
     _, found = cast(tuple[Array, Array], lax.fori_loop(0, _STEPS, halve, bounds))
-    return jnp.where(enough(least), least, found)  # p = q is always accepted at 1, but not always above 1
+    return jnp.where(enough(least), least, found)  # if p = q, a factor of 1 is enough; a larger one may not be
 
 
 def expected_turns(p: Array, q: Array, count: Array, factor: Array, most: int) -> Array:
-    """Return ``1 + r + ... + r^(k-1)``, the mean number of verified children among ``count[...]`` (`shared_factor`)."""
-    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # exactly 0 for p = q, unlike one minus the rest
+    """Return ``1 + r + ... + r^(k-1)``, the mean number of verified children. See `shared_factor`."""
+    refused = jnp.maximum(q - p / factor[..., None], 0).sum(-1)  # exactly 0 for p = q, unlike 1 minus the accepted mass
     turns, power = jnp.zeros_like(refused), jnp.ones_like(refused)
     for rank in range(most):
         turns, power = turns + jnp.where(rank < count, power, 0), power * refused

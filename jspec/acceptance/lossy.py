@@ -30,7 +30,8 @@ class Lenient(Rule):
 
     This is the lenience of Leviathan et al. 2023, appendix A.5. The bound also holds in trees: each of several children
     is verified against ``1 / leniency`` times the target probability that remains after its earlier siblings. In a
-    tree, the distortion at a position is an upper bound, on average over drafts (`jspec.rules.kept_in_turn`).
+    tree, the distortion at a position, averaged over drafts, is an upper bound on the total variation distance
+    (`jspec.rules.kept_in_turn`).
 
     Attributes:
         leniency: l in (0, 1]. 1 is exact, and 0.1 lets a token become up to ten times as likely.
@@ -61,7 +62,7 @@ class Typical(Rule):
     `accept_longest` for the distortion in a tree.
 
     Attributes:
-        epsilon: a probability in (0, 1]. Tokens above it are always accepted.
+        epsilon: a probability in (0, 1]. Tokens with a higher probability are always accepted.
         delta: a factor in (0, 1] that lowers the threshold if the target's entropy is high. Medusa's code uses
             epsilon = 0.09 and delta = 0.3.
     """
@@ -126,7 +127,7 @@ class Relaxed(Rule):
 
     Attributes:
         beta: the number of tokens, at least 1. Tokens that tie with the last one are included.
-        tau: the largest ``log max p - log p(x)``, above 0.
+        tau: the largest accepted value of ``log max p - log p(x)``, above 0.
     """
 
     beta: int
@@ -148,20 +149,20 @@ class Relaxed(Rule):
 def accept_longest(
     keys: Array, start: Array, draft: Draft, target_probs: Array, keeps: Callable[[Array], Array]
 ) -> Verdict:
-    """Accept the longest branch of a tree whose tokens are all in the set ``keeps(p)``.
+    """Accept the tree's longest branch whose tokens are all in the set ``keeps(p)``.
 
     The token after the branch is sampled from the part of p that remains after its children are rejected.
 
-    The choice among siblings depends on the nodes below them, because a branch with more accepted tokens wins. A
-    token's distribution, given the tokens before it, therefore has no simple form. The distortion instead compares with
-    the first branch, which takes the first accepted sibling at each node, whatever its length. Along that branch,
-    positions have the distortion of `kept_in_turn`. The position where the longest branch diverges from it has
-    distortion 1, for the rest of the round, plus the distortion of the rest of the first branch. Later positions have
-    distortion 0.
+    The choice among siblings depends on the nodes below them, because a branch with more accepted tokens is preferred.
+    A token's distribution, given the tokens before it, therefore has no simple form. The distortion instead compares
+    the longest branch with the first branch, which takes the first accepted sibling at each node and may be shorter.
+    Until the two branches diverge, positions have the distortion that `kept_in_turn` returns. The position where they
+    diverge has distortion 1, for the rest of the round, plus the distortion of the rest of the first branch. Later
+    positions have distortion 0.
 
-    The mean over requests of the summed distortion is an upper bound on the total variation distance between the
-    distributions of whole outputs. The proof applies the triangle inequality round by round: two rounds that differ
-    with probability e are at most e apart. The distortion at a single position is not a bound.
+    The summed distortion, averaged over requests, is an upper bound on the total variation distance between the
+    distributions of whole outputs. The proof applies the triangle inequality round by round: the distributions of two
+    rounds that differ with probability e are at most e apart. The distortion at a single position is not a bound.
 
     Args:
         keys, start, draft, target_probs: same as in `jspec.rules.Rule.accept`.

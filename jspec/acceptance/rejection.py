@@ -46,8 +46,8 @@ class Rejection(Rule):
 def accept_tokens(keys: Array, start: Array, draft: Draft, target_probs: Array, bound: Array) -> Verdict:
     """Accept tokens in order, each token x with probability ``min(1, bound(x) / q(x))``, until the first rejection.
 
-    The next token is sampled from the part of p that remains after the accepted mass ``min(q, bound)``. If the bound is
-    p, this is speculative sampling. A larger bound at any token makes the rule lossy.
+    The next token is sampled from what remains of p after the accepted mass ``min(q, bound)`` is subtracted. If the
+    bound is p, this is speculative sampling. A larger bound at any token makes the rule lossy.
 
     Args:
         keys, start, draft, target_probs: same as in `Rule.accept`.

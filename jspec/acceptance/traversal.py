@@ -67,7 +67,7 @@ def traverse(uniforms: Array, draft: Draft, target_probs: Array) -> tuple[Array,
             visit(int(child), jnp.where(q > 0, jnp.where(p >= q, 1, p / jnp.where(q > 0, q, 1)), 0))
             mass = weight[:, None] * remaining
             left = jnp.where(probs > 0, jnp.maximum(mass - probs, 0), mass).sum(-1)
-            # If the target has no valid distribution, the text ends and the missing mass counts as remaining.
+            # If the target has no valid distribution, the text ends and the missing mass counts as remaining mass.
             left = jnp.where(mass.sum(-1) > 0, left, weight)
             remaining = residual(mass, probs)
             weight = jnp.where(weight >= 1, 1, left / (left + 1 - weight))

@@ -12,7 +12,8 @@ from jspec.core.tree import DynamicTree, Level, Tree
 from jspec.core.types import Draft
 
 AnyTree = Tree | DynamicTree
-# The bound up to which a rule accepts each token, given the part of p that earlier siblings left, and p: all [..., V].
+# A function that returns the bound up to which a rule accepts each token. Its arguments are the part of p that earlier
+# siblings left, and p. All arrays are [..., V].
 Bound = Callable[[Array, Array], Array]
 
 
@@ -75,17 +76,17 @@ def end_of(num_accepted: Array, path: Array) -> Array:
 def kept_in_turn(
     uniforms: Sequence[Array], draft: Draft, target_probs: Array, bound: Bound = whole
 ) -> tuple[Array, Array]:
-    """Return which draft tokens are accepted if no earlier sibling is, and the distortion after each node.
+    """Return which draft tokens are accepted if no earlier sibling is accepted, and the distortion after each node.
 
     A child x with distribution q is accepted with probability ``min(1, b(x) / q(x))``. For an exact rule, b is r. For
-    the first child, r is p, the target's distribution after its parent. For each next child, r becomes the residual
+    the first child, r is p, the target's distribution after its parent. For each later child, r becomes the residual
     after the rejection, ``norm(max(r - a, 0))`` with ``a = min(q, b)`` (Miao et al. 2024, algorithm 2). The comparison
     is strict and avoids division, as in `count_accepted`.
 
-    A larger bound makes the rule lossy. The total variation distance of the token after a node is then at most the mean
-    over drafts of ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``. Each child
-    contributes its own excess, which counts only if the children before it are rejected. With one child, the distance
-    equals that excess.
+    A larger bound makes the rule lossy. For the token after a node, the total variation distance from the target is
+    then at most the mean, over drafts, of
+    ``sum_j prod_{i<j} (1 - min(1, b_i(x_i) / q_i(x_i))) sum_y max(a_j(y) - r_j(y), 0)``. Each child contributes its own
+    excess, which counts only if the children before it are rejected. With one child, the distance equals that excess.
 
     Args:
         uniforms: ``[B, max_depth]`` in [0, 1) for each sibling rank.
@@ -119,7 +120,7 @@ def excess(taken: Array, left: Array) -> Array:
 
 
 def next_probs_at(end: Array, draft: Draft, target_probs: Array, bound: Bound = whole) -> Array:
-    """Return the distribution ``[B, V]`` after a path: p after rejecting all children of its last node, ``end[B]``."""
+    """Return the distribution ``[B, V]`` that remains if all children of a path's last node ``end[B]`` are rejected."""
     children = jnp.asarray(draft.static_tree.children)[end]
     p = jnp.take_along_axis(target_probs, end[:, None, None], axis=1)[:, 0]
     remaining = residual(p, jnp.zeros_like(p))

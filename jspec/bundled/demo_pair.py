@@ -17,5 +17,5 @@ def demo_pair(dtype: DTypeLike | None = None, sharding: Placement | None = None)
     The arguments are the same as those of `load`.
     """
     target, draft = (load(PAIR / name, dtype, sharding=sharding) for name in ("target", "draft"))
-    # The tokenizer is typed as Any, because transformers' type hints reject JAX arrays, although it decodes them.
+    # The tokenizer is typed as Any, because transformers' type hints reject JAX arrays, although it can decode them.
     return target, draft, transformers().AutoTokenizer.from_pretrained(PAIR / "target")

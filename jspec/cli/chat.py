@@ -77,7 +77,7 @@ def chat(
     ] = None,
     max_length: _MaxLength = None,
 ) -> None:
-    """Talk with a model: every line is a message, and its answer is shown as it is decoded.
+    """Talk with a model: every line is a message, and the answer is shown while it is decoded.
 
     Ctrl-C stops an answer. Between answers it ends the conversation, as Ctrl-D does.
 
@@ -123,7 +123,7 @@ def _target(target: str | None) -> str | None:
 
 
 class Conversation:
-    """The messages so far, and the engine that has prefilled them and continues from there.
+    """The messages so far, and the engine that answers them and keeps them prefilled.
 
     Without a chat template, the conversation is a single text, and each message is its next line.
     """
@@ -164,8 +164,8 @@ class Conversation:
         room = longest - len(task.ids)
         if room <= 0:
             raise UsageError(
-                f"The conversation has {len(task.ids)} tokens, which leaves no room for an answer in {longest}; "
-                "shorten the message, start a new conversation, or set a larger --max-length."
+                f"The conversation has {len(task.ids)} tokens, which leaves no room for an answer within the "
+                f"maximum of {longest}; shorten the message, start a new conversation, or set a larger --max-length."
             )
         (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
         request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 EPILOG = """\b
 With --json, each prompt produces one line, an object with these fields:
-  prompt, text      the prompt as passed, text or messages; the generated text
+  prompt, text      the prompt as passed (text or messages); the generated text
   tokens, logprobs  one entry for each new token; natural log of its probability
                     under the distribution it was sampled from
   origins           for each token "accepted", "corrected", "bonus" (always so
                     with --plain) or "no draft" (there was nothing to verify)
   finish_reason     "eos", "stop" or "length"
-  num_draft_tokens  maximum drafted per round; with auto, the chosen number;
-                    0 is plain decoding
+  num_draft_tokens  maximum number of draft tokens per round; with auto, the
+                    chosen number; 0 is plain decoding
   stats             counts of everything decoded, even after a --stop: tokens,
                     rounds, drafted, judged, accepted, accepted_at (by position in
                     the draft), acceptance_rate (accepted over judged),

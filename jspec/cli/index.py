@@ -24,8 +24,8 @@ def index(
 ) -> None:
     """Build one datastore from all FILEs, for use with --draft.
 
-    The drafts are the tokens that followed the same tokens in a FILE. The more the FILEs resemble the text that
-    will be generated, the better the drafts.
+    A draft is the text that follows the most recent tokens where they occur in a FILE. The more the FILEs resemble
+    the text that will be generated, the better the drafts.
     """
     if output.suffix != STORE:
         raise UsageError(f"--output must end in {STORE}, because --draft recognises datastores by that suffix.")

@@ -2,8 +2,8 @@
 """Handling of Ctrl-C, which ends the command at once, whatever it is doing.
 
 A Python signal handler runs only when the main thread runs Python again, which can take as long as an XLA compilation.
-Ending by an exception would destroy objects that XLA's threads still use. Therefore a separate thread waits for the
-signal, which C code reports to it, and ends the process immediately.
+Ending the process with an exception would destroy objects that XLA's threads still use. Therefore a separate thread
+waits for the signal, which C code reports to it, and ends the process immediately.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # pyright: reportUnusedImport=false
-"""Input of lines of any length from a terminal."""
+"""Read lines of any length from a terminal."""
 
 import contextlib
 import os

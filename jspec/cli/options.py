@@ -172,7 +172,10 @@ NumDraftTokens = Annotated[
 Tree = Annotated[
     Any,
     option(
-        "--tree", "PARENTS", "Draft a tree, written as each node's parent, such as 0,0,1; see jspec tune.", parser=_tree
+        "--tree",
+        "PARENTS",
+        "Draft a tree, given as a list of each node's parent, such as 0,0,1; see jspec tune.",
+        parser=_tree,
     ),
 ]
 _RULES = ("rejection", "block", "coupled", "traversal")

@@ -137,7 +137,7 @@ def _in_bfloat16(drafter: T) -> T:
 def how_saved(drafter: object, target: str) -> dict[str, Any]:
     """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
-    An EAGLE head that was trained from another head keeps that head's layout, if readers of the layout can run it.
+    An EAGLE head that was trained from another head keeps that head's layout if programs that read it can run the head.
     The head's own output head is saved too, because other programs would use the first rows of the target's head.
 
     Raises:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from jspec.core.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"  # stands for bytes that do not form a character, or do not form one yet
-_LONGEST = 4  # bytes in a UTF-8 character, and therefore the most tokens that a character can be split over
-_LONGEST_CONTEXT = 16  # tokens to try as a context before falling back to all of them
+_LONGEST = 4  # the most bytes in a UTF-8 character, and therefore the most tokens that one character can be split into
+_LONGEST_CONTEXT = 16  # tokens to try as a context before falling back to all tokens
 _PROMPT_WINDOW = 16  # prompt tokens to decode first when looking for a context
 
 
@@ -60,14 +60,14 @@ class Pieces:
         return self._give(self._text())
 
     def _give(self, text: str) -> str:
-        """Return the new part of the pending tokens' text, and use these tokens as the context of the next ones."""
+        """Return the new part of the pending tokens' text, and use these tokens as the context for the next tokens."""
         added, self._given = _after(self._given, text), ""
         self._begin(self._next_context())
         self._pending = []
         return added
 
     def _next_context(self) -> list[int]:
-        """Return the pending tokens, preceded by as few earlier tokens as needed if they have no text."""
+        """Return the pending tokens. If they have no text, include earlier tokens."""
         if self._decode(self._pending):
             return self._pending
         known = self._context + self._pending
@@ -79,7 +79,7 @@ class Pieces:
         """Return the pending tokens' text without an incomplete character at its end."""
         if not text.endswith(_UNKNOWN):
             return text
-        # A few tokens may all belong to an incomplete character. With more tokens, only the last U+FFFD may be one.
+        # A few tokens may all belong to an incomplete character. With more tokens, only the last U+FFFD can be one.
         return text.rstrip(_UNKNOWN) if len(self._pending) < _LONGEST else text[:-1]
 
     def _begin(self, context: list[int]) -> None:
@@ -97,7 +97,7 @@ class Pieces:
         return self._decode(tokens)
 
     def _drop_invalid(self, text: str) -> None:
-        """Shorten a long run of pending tokens that form no character, if the text of the last ones stays the same."""
+        """Shorten a long run of pending tokens that form no character, unless this changes the last tokens' text."""
         first, last = self._pending[: 1 - _LONGEST], self._pending[1 - _LONGEST :]
         dropped = self._text_after(self._context, self._context_text, first) if first else text
         if len(dropped) >= len(text) or not text.startswith(dropped):
@@ -128,7 +128,7 @@ class Pieces:
         return prompt[:end], prompt[end:]
 
     def _without_last_special(self, prompt: list[int]) -> list[int]:
-        """Return the prompt without the special tokens among the last tokens, which may share one character."""
+        """Return the prompt without special tokens near its end, because they may split the bytes of a character."""
         last: list[int] = []
         start = len(prompt)
         while start and len(last) < _LONGEST:

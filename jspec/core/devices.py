@@ -4,7 +4,7 @@
 import dataclasses
 from typing import Protocol, cast
 
-# The fixed overhead of a kernel in seconds, also within a GPU's command buffer. This is assumed; an H200 takes 2.1 us.
+# The assumed fixed overhead of a kernel in seconds, even within a GPU's command buffer. On an H200, it is 2.1 us.
 LAUNCH = 2e-6
 
 
@@ -63,7 +63,7 @@ def find(device: str | Device | None = None) -> Device:
     if isinstance(device, Device):
         return device
     if device is None:
-        import jax  # imported here, because `bench.devices` configures JAX before it starts
+        import jax  # imported here, because `bench.devices` configures JAX before JAX starts
 
         return _here(cast("_Found", jax.devices()[0]))
     if not isinstance(device, str):
@@ -88,8 +88,8 @@ def _here(found: _Found) -> Device:
         if found.device_kind in (device.title, *device.kinds):
             return device
     raise ValueError(
-        f"Plans do not support the device here, {found.device_kind}; name one of {', '.join(DEVICES)}, or measure "
-        "here with `jspec tune`."
+        f"Plans do not support the local device, {found.device_kind}; name one of {', '.join(DEVICES)}, or measure "
+        "the local device with `jspec tune`."
     )
 
 

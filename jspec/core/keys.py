@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Stream numbers reserved per position. There are fewer purposes, so adding one does not change any seed's output.
+# The number of streams reserved per position. There are fewer purposes, so a new purpose changes no seed's output.
 STRIDE = 16
 
 
@@ -76,8 +76,8 @@ def of_sibling(keys: Array, rank: int) -> Array:
 def uniform(keys: Array) -> Array:
     """Return one float32 in [0, 1) per key, with a resolution of 2^-56 near 0.
 
-    The resolution of `jax.random.uniform` is only 2^-23, so a token with p/q = 1e-8 would be accepted twelve times too
-    often. The result never rounds up to 1, so p = q is always accepted.
+    The resolution of `jax.random.uniform` is only 2^-23, so a token with p/q = 1e-8 would be accepted twelve times as
+    often as it should be. The result never rounds up to 1, so p = q is always accepted.
     """
     words = jax.vmap(lambda key: jax.random.bits(key, (2,), "uint32"))(keys.ravel()).reshape(*keys.shape, 2)
     coarse = (words[..., 0] >> 8).astype(jnp.float32) * 2.0**-24

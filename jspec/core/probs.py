@@ -40,10 +40,10 @@ def sample(keys: Array, probs: Array) -> Array:
 def sample_with_noise(noise: Array, probs: Array) -> Array:
     """Sample a token exactly from `probs`, using `noise` as the only randomness.
 
-    The vocabulary is split into about sqrt(V) blocks. The first draw chooses a block by its mass, and the second a
-    token within it. This needs 2 sqrt(V) random numbers, not V. Probabilities are only summed, so even the rarest token
-    keeps its probability to float32 precision. A cumulative sum over the vocabulary would lose the tail. With the same
-    noise, similar distributions mostly yield the same token.
+    The vocabulary is split into about sqrt(V) blocks. The first draw chooses a block by its mass, and the second
+    draw chooses a token within the block. This needs 2 sqrt(V) random numbers, not V. Probabilities are only summed, so
+    even the rarest token keeps its probability to float32 precision. A cumulative sum over the vocabulary would lose
+    the tail. With the same noise, similar distributions mostly yield the same token.
 
     Args:
         noise: ``float32[..., 2, W]``, from `jspec.core.keys.gumbel`.
@@ -65,9 +65,9 @@ def sample_with_noise(noise: Array, probs: Array) -> Array:
 def foreseen(noise: Array, probs: Array, sharpness: float) -> Array:
     """Return ``[..., V]``: the log-probability that `noise` samples each token from a distribution similar to `probs`.
 
-    The first draw of `sample_with_noise` chooses a block, and the second a token within it. Each draw is approximated
-    by a softmax over the values that it compares. A higher `sharpness` puts more weight on the token that `noise`
-    samples from `probs` itself.
+    The first draw of `sample_with_noise` chooses a block, and the second draw chooses a token within the block. Each
+    draw is approximated by a softmax over the values that it compares. A higher `sharpness` puts more weight on the
+    token that `noise` samples from `probs` itself.
     """
     width = noise.shape[-1]
     blocks = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % width)])
@@ -85,5 +85,5 @@ def _log_softmax(x: Array) -> Array:
 
 
 def at_tokens(probs: Array, tokens: Array) -> Array:
-    """Return ``probs[..., V]`` at ``tokens[...]``."""
+    """Return the entries of ``probs[..., V]`` for ``tokens[...]``."""
     return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]

@@ -1,8 +1,8 @@
 """A round-by-round picture of a generation, as in Figure 1 of Leviathan et al. 2023, for any drafter and tree.
 
 Each line shows one round: the accepted draft tokens, followed by the correction of the first rejected token or by the
-token after a fully accepted draft. If draft tokens were recorded, the rejected ones are struck out. Rejected chains
-appear in the line itself, and rejected branches below it.
+token after a fully accepted draft. If draft tokens were recorded, the rejected ones are struck out. A rejected chain
+appears in the line itself. Rejected branches appear below the line.
 """
 
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def _rounds(origins: Sequence[int], record: Record | None) -> Iterator[tuple[int
 
 
 class _Branch(NamedTuple):
-    """A run of rejected draft tokens, each following the one before.
+    """A run of rejected draft tokens, each of which follows the previous one.
 
     Attributes:
         depth: the number of draft tokens before the run.
@@ -112,7 +112,7 @@ class _Guesses:
         )  # parents come before their children
 
     def refused(self, node: int = 0, path: tuple[int, ...] = (), line: list[str] | None = None) -> list[_Branch]:
-        """Return the rejected branches after a node, split where they diverge. The first child continues its `line`."""
+        """Return the rejected branches after a node, split where they diverge. The first child extends `line`."""
         found: list[_Branch] = []
         for child in (np.flatnonzero((self.parents == node) & (self.fates != NO_GUESS)) + 1).tolist():
             token, own = int(self.tokens[child - 1]), None

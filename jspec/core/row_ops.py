@@ -1,5 +1,5 @@
 # pyright: reportUnknownArgumentType=false
-"""Reads and writes of batch rows, each at its own position."""
+"""Functions that read or write batch rows, each at its own position."""
 
 from collections.abc import Callable
 from typing import cast
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Up to this many rows, a TPU program has one update per row. With more rows it would become too long.
+# Up to this many rows, a TPU program has one update per row. With more rows, the program would become too long.
 _UNROLLED = 32
 
 
@@ -41,7 +41,8 @@ def write_rows(rows: Array, new: Array, start: Array) -> Array:
 def update_rows(rows: Array, new: Array, start: Array, axis: int, together: Callable[..., Array]) -> Array:
     """Return ``together(rows, new, start)``, which writes ``new[b]`` to row b starting at index ``start[b]`` of `axis`.
 
-    A write that starts within its row must also end within it, because the two implementations differ past the end.
+    A write that starts within its row must also end within it, because the two implementations handle writes past
+    the end differently.
     """
 
     def one_by_one(rows: Array, new: Array, start: Array) -> Array:
@@ -72,8 +73,8 @@ def _by_platform(
 ) -> Array:
     """Run `one_by_one` on TPUs if there are few rows, else `together`.
 
-    On TPUs a gather or scatter over rows is a loop that processes one row at a time and waits after each. If several
-    TPUs share the rows, `one_by_one` transfers some of the written values between TPUs. The loop does not.
+    On TPUs a gather or scatter over rows is a loop that processes one row at a time and waits after each row. If
+    several TPUs share the rows, `one_by_one` transfers some of the written values between TPUs. The loop does not.
     """
     if count > _UNROLLED:
         return together(*arguments)

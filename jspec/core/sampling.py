@@ -39,9 +39,9 @@ class SamplingParams:
 
     Attributes:
         temperature: scales the logits. 0 means greedy decoding.
-        top_k: keep the k most likely tokens, and any that tie with the last of them. 0 disables it, as does V or more.
+        top_k: keep the k most likely tokens, and any that tie with the last of them. 0, V and larger values disable it.
         top_p: keep the most likely tokens whose total probability reaches this value, in (0, 1]. 1 disables it.
-        min_p: keep tokens at least this many times as likely as the most likely one; in [0, 1]. 0 disables it.
+        min_p: keep tokens with at least this fraction, in [0, 1], of the highest probability. 0 disables it.
         repetition_penalty: divides the positive logits and multiplies the negative logits of every token in the prompt
             or the generated text. 1 disables it.
         presence_penalty: subtracted from the logit of every token that was already generated. 0 disables it.
@@ -49,8 +49,8 @@ class SamplingParams:
         logit_bias: added to the logits, ``float[V]`` or ``float[B, V]``. -inf forbids a token. None disables it.
         max_tokens: each request's maximum number of new tokens. 0 disables it; ``max_new_tokens`` always applies.
         min_tokens: mask EOS tokens (`eos_ids`) for the first `min_tokens` new tokens. 0 disables it.
-        draft_temperature: the draft's temperature. None uses the target's. It affects speed, never the distribution.
-        draft_top_p: the draft's top-p. None uses the target's. It affects speed, never the distribution.
+        draft_temperature: the draft's temperature. None means the target's. It affects speed, never the distribution.
+        draft_top_p: the draft's top-p. None means the target's. It affects speed, never the distribution.
     """
 
     temperature: PerRequest = 1.0
@@ -105,7 +105,7 @@ def by_name(params: SamplingParams) -> dict[str, PyTree]:
 def _is_default(name: str, value: object) -> bool:
     """Return whether a field holds its default, as a plain number or None.
 
-    Arrays on a device never count as defaults, so that this does not wait for their values.
+    Arrays on a device never count as defaults, so that this function does not wait for their values.
     """
     default = _DEFAULTS[name]
     if value is None or default is None:
@@ -302,7 +302,10 @@ def _kth_largest(values: Array, k: float | Array | np.ndarray) -> Array:
 
 
 def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
-    """Return a mask of the tokens that top-p keeps. It drops the least likely (ties by index), up to `tail_mass`."""
+    """Return a mask of the tokens that top-p keeps.
+
+    Top-p drops the least likely tokens, up to a total probability of `tail_mass`. Ties are broken by index.
+    """
     bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
     below: Callable[[Array], Array] = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
     threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
@@ -314,7 +317,7 @@ def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
 
 
 def _largest_where(holds: Callable[[Array], Array], values: Array) -> Array:
-    """Return the largest uint32 for which `holds`, a test of `values`, is true. It must be false for larger numbers."""
+    """Return the largest uint32 for which `holds`, which reads `values`, is true. Larger numbers must make it false."""
 
     def try_bit(i: Array, found: Array) -> Array:
         # With jax.disable_jit, `i` is a Python int.

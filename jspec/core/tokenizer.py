@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
     def __call__(
         self, text: str | list[str], /, add_special_tokens: bool = True, verbose: bool = True
     ) -> Mapping[str, Any]:
-        """Return ``{"input_ids": ids}``, with one list of ids for one text, or a list per text for several."""
+        """Return ``{"input_ids": ids}``, with a list of ids for one text, or a list of such lists for several."""
         ...
 
     def decode(
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
         ...
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of every token, added tokens included."""
+        """Return the id of every token, including added tokens."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], /, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Transfers between host and devices that respect JAX's transfer guards and do not wait."""
+"""Host-device transfers that respect JAX's transfer guards and do not wait."""
 
 import contextlib
 from collections.abc import Generator
@@ -15,8 +15,8 @@ def explicit_transfers() -> Generator[None]:
 
     The guard "disallow" then permits them, but "disallow_explicit" does not.
 
-    Use this for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit, but
-    takes twenty times as long for a handful of numbers.
+    Use this context for numbers that jspec itself transfers, such as a temperature. `jax.device_put` is also explicit,
+    but for a handful of numbers it takes twenty times as long as an implicit transfer.
     """
     config: Any = jax.config
     guards = (

@@ -29,7 +29,8 @@ class Branches:
 
     Attributes:
         offsets: ``int32[S]`` or ``int32[B, S]``, positions relative to ``start``: depths in the tree.
-        visible: ``bool[S, R]`` or ``bool[B, S, R]``: which of the R >= S nodes so far each of the last S attends to.
+        visible: ``bool[S, R]`` or ``bool[B, S, R]``: for each of the last S nodes, which of the R >= S nodes so far it
+            attends to.
     """
 
     offsets: Array | np.ndarray
@@ -195,7 +196,7 @@ class Tree:
         """Return the same tree, numbered level by level; siblings keep their order."""
         numbered = [0]
         parents: list[int] = []
-        for place, node in enumerate(numbered):  # grows as it is read
+        for place, node in enumerate(numbered):  # the list grows during the loop
             children = self.children[node][self.children[node] > 0]
             parents += [place] * len(children)
             numbered += children.tolist()
@@ -228,7 +229,7 @@ class DynamicTree:
     size: int
     max_depth: int
     is_chain = False
-    max_children = max_width = 1  # with their own noise; only rules that share the target's noise can verify this tree
+    max_children = max_width = 1  # nodes at one depth share noise; rules that do not share noise are rejected
 
     @property
     def ancestors(self) -> Array:

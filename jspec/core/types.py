@@ -36,7 +36,7 @@ Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | None
 
 
 class Adapter:
-    """A base class of adapters around objects of callers that do not derive from jspec's classes."""
+    """A base class for adapters around callers' objects that do not derive from jspec's classes."""
 
     @property
     def original(self) -> object:
@@ -51,7 +51,7 @@ class Adapter:
 
 
 def passed(value: object) -> object:
-    """Return the object that the caller passed: `value`, or what it is an adapter of."""
+    """Return the object that the caller passed: `value`, or the object that it adapts."""
     return value.original if isinstance(value, Adapter) else value
 
 

@@ -51,7 +51,7 @@ class TracedParams:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """The static argument of the decoding program, which compiles once per spec and per shapes of the other arguments.
+    """The static argument of the decoding program, which compiles once per spec and set of argument shapes.
 
     Attributes:
         max_new_tokens: N, the number of columns of the output.

@@ -13,7 +13,7 @@ _REPEATED = 4  # text rarely begins with this many equal tokens
 
 
 def check_right_padded(tokens: _Ints, lengths: _Ints, config: object) -> None:
-    """Raise ValueError if a row looks left-padded. Rows of one repeated id pass, because they are batch filler.
+    """Raise ValueError if a row looks left-padded. Rows of one repeated id pass, because they only fill up a batch.
 
     Args:
         tokens: ``int[B, P]``.
@@ -40,7 +40,7 @@ def check_right_padded(tokens: _Ints, lengths: _Ints, config: object) -> None:
 
 
 def _begins_with_padding(first: _Ints, run: _Ints, pad: int | None, bos: int | None, ends: Sequence[int]) -> _Bools:
-    """Return which rows begin with a padding id, repeated more often than in text.
+    """Return which rows begin with a padding id that is repeated more often than it would be in text.
 
     Text may begin with EOS. It may begin with BOS twice, if a tokenizer adds BOS to text that already has it. It may
     begin with the pad id if that id is a word, such as "!", which is token 0 in many vocabularies.

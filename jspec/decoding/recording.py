@@ -31,7 +31,7 @@ def of_round(draft: Draft, verdict: Verdict, accepted: Array, count: Array) -> R
 
 
 def empty_record(batch: int, rounds: int, size: int) -> Record:
-    """Return an empty record, with one spare round that rows that are done write to."""
+    """Return an empty record, with one spare round, to which finished rows write."""
     shape = batch, rounds + 1, size
     whole = jnp.zeros(shape, jnp.int32)
     return Record(whole, whole, jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:2], jnp.int32))

@@ -149,7 +149,7 @@ def _propose(
 
 
 def _target_signals(target: Llama, drafter: Drafter[PyTree], read: TargetOutput) -> TargetSignals:
-    """Return the target's output over the draft, as far as the drafter requests it."""
+    """Return the parts of the target's output over the draft that the drafter requests."""
     top_tokens = None
     if count := num_top_tokens_of(drafter):
         top_tokens = lax.top_k(read.logits, min(count, read.logits.shape[-1]))[1]

@@ -1,4 +1,4 @@
-"""The input and output of a round. Every leaf has B as its first axis, so that each row could be handled separately."""
+"""The input and output of a round. Every leaf has B as its first axis, so that each row can be handled separately."""
 
 from jax import Array
 

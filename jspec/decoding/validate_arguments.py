@@ -291,7 +291,7 @@ def _check_keys(keys: object, batch: int) -> None:
         )
     if "rbg" in str(jax.random.key_impl(keys)):
         raise ValueError(
-            f"keys are of kind {jax.random.key_impl(keys)}, with which jax.vmap draws for all rows from the first "
+            f"keys are of kind {jax.random.key_impl(keys)}, for which jax.vmap draws all rows from the first "
             "row's key, so a row's output would depend on the batch; use jax.random.key(seed, "
             'impl="threefry2x32").'
         )
@@ -305,7 +305,7 @@ def _check_keys(keys: object, batch: int) -> None:
 def check_positions(
     target: LanguageModel, drafter: object, lengths: ArrayLike, max_new_tokens: int, max_tokens: object
 ) -> None:
-    """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the least possible."""
+    """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the minimum."""
     counts, limits = values_if_known(lengths), values_if_known(max_tokens)
     known = np.ones(1, np.int64) if counts is None else counts.astype(np.int64)
     wanted = np.ones(1, np.int64) if limits is None else limits.astype(np.int64)

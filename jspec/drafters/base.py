@@ -114,11 +114,14 @@ class Drafter(Generic[State]):
 
         @default
         def vocab_size(self) -> int | None:
-            """V, which must equal the target's (or, in a token-by-token drafter, differ by padding); None for any."""
+            """The vocabulary size, or None if the drafter supports any size.
+
+            It must equal the target's. A token-by-token drafter may also have more or less padding than the target.
+            """
 
     @default
     def max_positions(self) -> int | None:
-        """The longest sequence that the drafter supports, or None if it has no limit."""
+        """The length of the longest sequence that the drafter supports, or None if there is no limit."""
         return None
 
     @default
@@ -128,7 +131,7 @@ class Drafter(Generic[State]):
 
     @default
     def tree(self) -> Tree | DynamicTree | None:
-        """The tree that the drafter proposes instead of a chain, a `jspec.Tree`; None for a chain.
+        """The tree that the drafter proposes, such as a `jspec.Tree`, or None if it proposes a chain.
 
         A node's distribution may depend only on the nodes before it on its branch and on its earlier siblings.
         """
@@ -152,7 +155,7 @@ class Drafter(Generic[State]):
 
     @default
     def num_top_tokens(self) -> int:
-        """The number n of most likely next tokens, under the verifying model, that `commit` receives for each token."""
+        """The number n of the verifying model's most likely next tokens that `commit` receives for each token."""
         return former_num_top_tokens(self)
 
     @default
@@ -160,7 +163,7 @@ class Drafter(Generic[State]):
         """Vectors ``float[M, E]`` that the drafter may propose as ids V to V + M - 1, at nodes without a draft token.
 
         The target reads row i as the embedding of id V + i, after the tokens before it on the branch. `commit` receives
-        the target's state at this node in `TargetSignals.hidden`, the same as at any other node.
+        the target's state at this node in `TargetSignals.hidden`, as at any other node.
         """
         return None
 
@@ -202,10 +205,12 @@ class Drafter(Generic[State]):
         raise NotImplementedError
 
     def read(self, state: State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> State:
-        """Return the state after the next piece of a sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`.
+        """Read the next piece of a sequence, and return the state after it.
 
-        A drafter with this method can prefill a sequence in pieces, as `jspec.engine.Engine` does. In a drafter without
-        it, `init` receives each prompt as a whole, once the target has prefilled the prompt.
+        See `jspec.drafters.chunked_prefill.prefill_chunk`.
+
+        A drafter with this method can prefill a sequence in pieces, as `jspec.engine.Engine` does. If a drafter lacks
+        this method, `init` receives each prompt as a whole, once the target has prefilled the prompt.
         """
         raise NotImplementedError
 
@@ -288,7 +293,7 @@ def kind_of(drafter: object) -> str:
 
 
 def is_user_defined(drafter: object) -> bool:
-    """Return whether `drafter.propose` is defined outside jspec. An inherited `propose` of jspec's does not count."""
+    """Return whether `drafter.propose` is defined outside jspec. A `propose` inherited from jspec does not count."""
     if not isinstance(drafter, Drafter):
         return False
     home = cast(type[Drafter[PyTree]], type(passed(cast(object, drafter)))).propose.__module__

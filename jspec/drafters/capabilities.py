@@ -1,4 +1,7 @@
-"""Accessors for what drafters declare, which also accept None, and a base class for wrappers that forward it."""
+"""Accessors for the attributes that drafters declare, and a base class for wrappers that forward these attributes.
+
+The accessors also accept None in place of a drafter.
+"""
 
 from collections.abc import Iterable
 from typing import cast

@@ -1,8 +1,8 @@
 """Chunked prefill, for drafters that start to read a sequence while other requests are decoding.
 
 `init` prefills whole prompts. An engine prefills a long prompt piece by piece, so that other requests need not wait,
-and prefills the draft later than the target. A drafter that supports this has a `read` method. A drafter that stores
-nothing about a sequence does not need one.
+and prefills the drafter later than the target. A drafter that supports this has a `read` method. A drafter that stores
+nothing about a sequence does not need this method.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Tree = TypeVar("Tree")
 
 
 class NoPrefill(Drafter[State]):
-    """The `read` method of a drafter that stores nothing about a sequence."""
+    """A base class, with `read`, for drafters that store nothing about a sequence."""
 
     @default
     def needs_prefill(self) -> bool:

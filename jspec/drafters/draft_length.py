@@ -4,13 +4,13 @@
 A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.
 Two things save time. Drafting stops as soon as no row continues, and verification uses the shortest of a few compiled
 lengths that holds all drafts. (If a batch is sharded over devices, both decisions cover all devices: the first is made
-once per token, the second once per round.) Therefore the other rows of a batch affect which compiled length verifies a
-row. The row's output stays the same except for rounding. If rounding matters, as it does in half precision, use a plain
-number.
+once per token, the second once per round.) Therefore the other rows of a batch affect which compiled length is used for
+a row. The row's output stays the same except for rounding. If rounding matters, as it does in half precision, use a
+plain number.
 
-The decision to continue may depend on everything drafted so far, including the last token, but that token stays.
-Discarding a token after looking at it would change the output distribution: the target would choose another token
-exactly where the draft was unsure.
+The decision to continue may depend on everything drafted so far, including the last token, but it cannot remove that
+token. Discarding a token after looking at it would change the output distribution: the target would choose another
+token exactly where the draft was unsure.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class DraftLength:
     def budget(self, state: PyTree, batch: int) -> Array | None:
         """Return the number of tokens to draft in this round, ``int32[B]`` in 0 .. K.
 
-        None means K in every row, which costs less.
+        None means K in every row. An array that holds K in every row would cost more.
         """
         raise NotImplementedError
 
@@ -123,8 +123,8 @@ class WhileConfident(AtMost):
 
     Attributes:
         first: draft nothing if the most likely first token has a probability below this value. The round then costs
-            little more than a plain step. 0 always drafts at least one token. Use `first` on devices where additional
-            rows cost time.
+            little more than a plain step. If the value is 0, at least one token is always drafted. Use `first` on
+            devices where additional rows cost time.
     """
 
     threshold: float = 0.4
@@ -151,9 +151,9 @@ class ByConfidence(AtMost):
     The threshold starts at 0.4. Let m be the number of verified draft tokens in a round and n the number of accepted
     ones, both without the round's first draft token. After the round, the threshold changes by
     ``0.05 (acceptance m - n)``, and stays between 0 and 1. This is a stochastic approximation with a constant step, so
-    it adapts as the text changes (after the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify). The first
-    token is drafted at any confidence, so it carries no information about the threshold. If even the tokens after the
-    most confident ones are rejected too often, drafts shrink to one token.
+    it adapts as the text changes. It is based on the adaptive draft-exiting of Zhang et al. 2024, Draft & Verify. The
+    first token is drafted whatever the confidence, so it carries no information about the threshold. If even the tokens
+    after the most confident ones are rejected too often, drafts shrink to one token.
 
     In a `jspec.FallbackDrafter` the threshold adapts to the drafts of both parts, even if only one part uses it.
 
@@ -182,7 +182,7 @@ class ByConfidence(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class Heuristic(AtMost):
-    """A policy that drafts two more tokens after a round that accepted all drafts, and one fewer after any other round.
+    """A policy that drafts two more tokens after a round that accepted the whole draft, and one fewer after any other.
 
     The number stays between 1 and `max_draft_tokens`. Each row has its own number, which starts at half of
     `max_draft_tokens`, rounded up. transformers uses the same rule (``num_assistant_tokens_schedule="heuristic"``).
@@ -202,7 +202,7 @@ class Heuristic(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByAcceptance(AtMost):
-    """A policy that drafts the fastest length for the row's recent acceptance rate.
+    """A policy that chooses the draft length that is fastest at the row's recent acceptance rate.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8). c is `cost_ratio`,
     and a is the share of accepted draft tokens among the verified ones. Older rounds count less, by a factor of 0.9 per
@@ -229,7 +229,7 @@ class ByAcceptance(AtMost):
         drafts = jnp.arange(self.max_draft_tokens + 1).astype(jnp.float32)[None]
         tokens = jnp.cumsum(rate[:, None] ** drafts, axis=1)
         speedup = tokens / (1 + drafts * self.cost_ratio)
-        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # without a draft, a round would reveal nothing
+        return 1 + jnp.argmax(speedup[:, 1:], axis=1).astype(jnp.int32)  # a round without a draft would measure nothing
 
     def update(self, state: tuple[Array, Array], drafted: Array, accepted: Array) -> tuple[Array, Array]:
         counts = (count.astype(jnp.float32) for count in (accepted, _judged(drafted, accepted)))
@@ -244,11 +244,11 @@ def _judged(drafted: Array, accepted: Array) -> Array:
 
 
 def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
-    """Return the draft lengths to compile verification for: 0, powers of two, and K. A `Fixed` length compiles K alone.
+    """Return the draft lengths to compile verification for: 0, powers of two, and K; only K for a `Fixed` length.
 
-    `UpTo` compiles only 0 and K, because prompt lookup drafts all or nothing. So does `WhileConfident` with `first`,
-    which is intended for devices where the second row costs time and further rows cost little more. Each length
-    compiles the whole target again.
+    For `UpTo`, the lengths are only 0 and K, because prompt lookup drafts all or nothing. The same holds for
+    `WhileConfident` with `first`, which is intended for devices where the second row costs time and further rows cost
+    little more. For each length, the whole target is compiled again.
     """
     longest = draft_length.max_draft_tokens
     if isinstance(draft_length, Fixed):

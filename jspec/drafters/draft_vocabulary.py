@@ -36,8 +36,8 @@ def frequent_tokens(tokens: ArrayLike, count: int, vocab_size: int, always: Sequ
     least = np.unique(needed).size
     if not least <= count <= vocab_size:
         raise ValueError(
-            f"count={count} must be from {least}, the number of tokens in always, to {vocab_size}, the vocabulary's "
-            "size; choose a count in this range."
+            f"count={count} must be at least {least}, the number of tokens in always, and at most {vocab_size}, the "
+            "vocabulary's size; choose a count in this range."
         )
     counts = np.bincount(tokens, minlength=vocab_size)
     counts[needed] = tokens.size + 1
@@ -69,7 +69,7 @@ def checked_tokens(tokens: ArrayLike, vocab_size: int, least: int) -> np.ndarray
 
 
 def checked_vocabulary(tokens: ArrayLike, vocab_size: int) -> np.ndarray:
-    """Return the distinct `tokens` as a NumPy array ``int[D]``.
+    """Return `tokens`, which must be distinct, as a NumPy array ``int[D]``.
 
     Raises:
         ValueError: there are no tokens, a token occurs twice, or token ids are outside the vocabulary.
@@ -85,13 +85,13 @@ def checked_vocabulary(tokens: ArrayLike, vocab_size: int) -> np.ndarray:
 
 
 def draft_ids_of(tokens: np.ndarray, vocab_size: int) -> Array:
-    """Return ``int32[V]``: each token's index in ``tokens[D]``, and D for all other tokens."""
+    """Return ``int32[V]``: each token's index in ``tokens[D]``, or D for a token that is not among them."""
     draft_ids = np.full(vocab_size, len(tokens), np.int32)
     draft_ids[tokens] = np.arange(len(tokens))
     return jnp.asarray(draft_ids)
 
 
 def spread_logits(logits: Array, draft_ids: Array) -> Array:
-    """Return ``[B, S, V]`` for ``logits[B, S, D]`` of the tokens that can be drafted, with -inf for all others."""
+    """Return ``[B, S, V]``: ``logits[B, S, D]`` for the tokens that can be drafted, and -inf for all other tokens."""
     padded = jnp.pad(logits, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
     return jnp.take(padded, draft_ids, axis=-1)

@@ -96,7 +96,7 @@ def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
 
 
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
-    """Return the vocabulary size that the parts of `drafter` share: the smallest, if they differ only by padding.
+    """Return the vocabulary size that the parts of `drafter` share: the smallest one if they differ only in padding.
 
     Raises:
         ValueError: the parts have different vocabularies.
@@ -111,7 +111,7 @@ def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
 
 
 def fit_vocabulary(logits: Array, vocab_size: int) -> Array:
-    """Return logits ``[..., V]`` from logits whose vocabulary differs from V only by padding.
+    """Return logits ``[..., V]`` from logits whose vocabulary size differs from V only because of padding.
 
     Padding in the draft's vocabulary holds no tokens and is cut off. Padding in the target's vocabulary gets -inf, so
     the draft never proposes it.
@@ -138,6 +138,6 @@ def last_tokens(tokens: Array, lengths: Array, before: int, after: int = 0) -> t
         The tokens ``int32[B, before + after]``; the position ``int32[B]`` of the first one, 0 in a row shorter than
         `before`; and the index ``int32[B]`` of the row's last token among these tokens.
     """
-    before = min(before, tokens.shape[1] - after)  # nested fallbacks request more than a short sequence has
+    before = min(before, tokens.shape[1] - after)  # nested fallbacks may request more tokens than a row holds
     start = jnp.maximum(lengths - before, 0)
     return slice_rows(tokens, start, before + after), start, lengths - 1 - start

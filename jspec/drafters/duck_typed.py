@@ -1,4 +1,4 @@
-"""The adapter for drafters that do not derive from `Drafter`. Only it checks for the attributes that they may lack."""
+"""The adapter for drafters that do not derive from `Drafter`. No other code checks for missing attributes."""
 
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -19,7 +19,7 @@ class _Reader(Protocol):
 
 @pytree
 class DuckDrafter(Drafter[PyTree], Adapter):
-    """An adapter with the attributes and methods of `draft`, and the defaults of `Drafter` for those that it lacks."""
+    """An adapter with the attributes and methods of `draft`, and with the defaults of `Drafter` for missing ones."""
 
     draft: DrafterLike
 

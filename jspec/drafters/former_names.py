@@ -1,4 +1,4 @@
-"""Former names that drafters written by users may still use: `num_likeliest`, `likeliest` and `keeps_nothing`."""
+"""Former names that users' own drafters may still use: `num_likeliest`, `likeliest` and `keeps_nothing`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -27,8 +27,9 @@ def to_current(arguments: Mapping[str, Value]) -> dict[str, Value]:
 def as_named_by(method: Callable[..., object], arguments: Mapping[str, Value]) -> dict[str, Value]:
     """Return `arguments` under the names that `method` uses.
 
-    A parameter with the former or the current name determines the name. A method without such a parameter, for
-    example one that takes ``**requested``, uses the former name if its drafter declares `num_likeliest`.
+    If `method` has a parameter with the current or the former name, it receives that name. A method without such a
+    parameter, for example one that takes ``**requested``, receives the former name if its drafter declares
+    `num_likeliest`.
     """
     parameters = inspect.signature(method).parameters
     if _CURRENT in parameters:

@@ -1,4 +1,4 @@
-"""The signals that a drafter receives from the target, and support for methods that take them separately."""
+"""The signals that a drafter receives from the target, and support for methods that take them as separate arguments."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ class PromptSignals:
         return self.lengths
 
     def for_part(self, features: tuple[int, ...], wanted: tuple[int, ...]) -> Self:
-        """Select the signals that one part of a combined drafter requests (`wanted`) from all of its `features`."""
+        """Select the signals for a part that requests the hidden states `wanted`, which are among `features`."""
         if not wanted:
             return dataclasses.replace(self, features=None, lengths=None, target=None)
         return dataclasses.replace(self, features=_columns(self.features, features, wanted))
@@ -116,11 +116,12 @@ def _given(**signals: Array | Llama | None) -> dict[str, Array | Llama]:
 
 
 def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Result]:
-    """Return a drafter's `init`, `read` or `commit`, as `name` says, so that it can be called in both forms.
+    """Wrap `method`, a drafter's `init`, `read` or `commit`, so that it can be called in both forms.
 
-    In one form, the last argument is `signals`. In the other, the method receives what it requests as separate
+    In the first form, the last argument is `signals`. In the second, the method receives what it requests as separate
     arguments: ``hidden``, ``features``, ``lengths``, ``top_tokens`` and ``target``. A method has the first form if it
-    has a parameter `signals`, and otherwise the second. A call in the other form is translated.
+    has a parameter `signals`, and otherwise the second. A call in the other form is translated. `name` is the method's
+    name.
     """
     parameter = inspect.signature(method).parameters.get("signals")
 
@@ -144,7 +145,7 @@ def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Re
 def _packed(
     name: str, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments of the method called `name` with those that are signals packed into ``signals``."""
+    """Return the arguments of the method called `name`, with all signals packed into one argument, ``signals``."""
     kind = TargetSignals if name == "commit" else PromptSignals
     fields = [field.name for field in dataclasses.fields(kind)]
     requested: dict[str, Any] = {key: kwargs[key] for key in kwargs if key in fields}
@@ -155,13 +156,13 @@ def _packed(
 
 
 class TakingSignals:
-    """A class attribute: a drafter's method, of any kind, which can be called in both forms (`taking_signals`).
+    """A descriptor for a drafter's method, of any kind, that makes it callable in both forms (`taking_signals`).
 
     Args:
-        attribute: a function, or any other object that a class may hold in place of a method. None looks the method up
-            in the classes after `owner` in the order of the instance's class, as ``super`` does.
+        attribute: a function, or any other object that a class may hold in place of a method. If None, the
+            method is looked up in the classes after `owner` in the method resolution order, as ``super`` does.
         owner: the class that holds this object.
-        name: its name there.
+        name: the method's name in that class.
     """
 
     def __init__(self, attribute: Any, owner: type, name: str) -> None:

@@ -45,7 +45,7 @@ class CheckedDrafter(WrapperDrafter[PyTree]):
         draft, state = self.inner.propose(state, context, num_draft_tokens)
         held = as_draft(self, draft, context, num_draft_tokens)
         if held.probs is None:  # there is no distribution to check
-            assert held.valid is not None, "as_draft rejects a draft without both"
+            assert held.valid is not None, "as_draft rejects a draft that has neither"
             check = functools.partial(_check_ids, kind_of(self.draft), context.vocab_size)
             jax.debug.callback(check, held.tokens, held.valid)
             return draft, state
@@ -60,7 +60,7 @@ class CheckedDrafter(WrapperDrafter[PyTree]):
 
 
 def _check_ids(name: str, vocab_size: int, tokens: ArrayLike, guessed: ArrayLike) -> None:
-    """Raise ValueError if a draft token is outside the vocabulary; runs on the host.
+    """Raise ValueError if a draft token is outside the vocabulary. This function runs on the host.
 
     `tokens` and `guessed` are ``[B, K]``: the tokens, and whether each of them is drafted.
     """
@@ -73,7 +73,7 @@ def _check_ids(name: str, vocab_size: int, tokens: ArrayLike, guessed: ArrayLike
 
 
 def _check(name: str, vocab_size: int, tokens: ArrayLike, sums: ArrayLike, least: ArrayLike, drawn: ArrayLike) -> None:
-    """Raise ValueError if a distribution is invalid or cannot produce its token; runs on the host.
+    """Raise ValueError if a distribution is invalid or cannot produce its token. This function runs on the host.
 
     All arrays are ``[B, K]``: the tokens, the sums and the smallest entries of their distributions, and the tokens'
     probabilities.

@@ -1,4 +1,4 @@
-"""Background compilation of rarely needed programs, at their first use."""
+"""Compilation of rarely needed programs in the background, when they are first needed."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from jspec.engine.grammar_worker import DeadEnd, tree_masks
 
 _LOG = logging.getLogger("jspec")
 _ALL = 0xFFFFFFFF  # 32 tokens, all allowed
-# Constraints of all engines, by number in this process. Compiled programs, which engines share, look them up here.
+# The constraints of all engines, keyed by process-wide number. Compiled programs, which engines share, use this dict.
 _active_constraints: "weakref.WeakValueDictionary[int, _ActiveConstraint]" = weakref.WeakValueDictionary()
 _process_numbers = itertools.count(1)
 Arguments = TypeVarTuple("Arguments")
@@ -31,10 +31,10 @@ Result = TypeVar("Result")
 
 
 class Matcher(Protocol):
-    """The state of a constraint within one output. Initially, it is before the first new token."""
+    """The state of a constraint within one output. A new matcher is positioned before the first new token."""
 
     def allowed(self) -> np.ndarray | bytes:
-        """Return a mask of allowed tokens: ``uint32[ceil(V / 32)]``, token t is bit ``t % 32`` of word ``t // 32``."""
+        """Return the allowed tokens, ``uint32[ceil(V / 32)]``, where token t is bit ``t % 32`` of word ``t // 32``."""
         ...
 
     def consume(self, token: int) -> bool:
@@ -73,13 +73,15 @@ class MaskSource(abc.ABC):
 
     @abc.abstractmethod
     def masks(self) -> np.ndarray:
-        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``, and return them; zeros if no token may follow the text.
+        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``, and return them.
+
+        All masks are zero if no token may follow the text.
 
         Raises:
             ConstraintError: the masks cannot be computed.
         """
 
-    def close(self) -> None:  # noqa: B027 (most hold nothing)
+    def close(self) -> None:  # noqa: B027 (most sources hold no resources)
         """Release the source's resources."""
 
 
@@ -144,7 +146,7 @@ class _ActiveConstraint:
             return compute(*arguments)
         except ConstraintError as error:
             self.error = error
-        except BaseException as error:  # in an XLA thread, where it would end the call for all requests
+        except BaseException as error:  # raised in an XLA thread, where it would end the call for all requests
             _LOG.exception("A constraint has failed; its request ends.")
             self.error = ConstraintError(
                 f"The constraint has failed: {type(error).__name__}: {error}", "constraint_failed"
@@ -201,7 +203,10 @@ class Constraints:
         )
 
     def in_process(self, number: int) -> int:
-        """Return a constraint's process-wide number; 0 for none. Rows carry it, because slots are reassigned."""
+        """Return a constraint's process-wide number, or 0 for no constraint.
+
+        Rows carry this number, because slots are reassigned.
+        """
         return self._active[number].number if number else 0
 
 

@@ -33,7 +33,7 @@ from jspec.engine.warmup import warm_up
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
 
-_MAX_TOP = 20  # maximum number of top log-probabilities per token, the same as clients of other servers may request
+_MAX_TOP = 20  # maximum number of top log-probabilities per token, the same as on other servers
 
 
 class Engine:

@@ -71,7 +71,10 @@ def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts:
 
 
 def _native_kernels(arguments: PyTree) -> tuple[tuple[str, bool], ...]:
-    """Register the native kernels that a program with these arguments needs. Return their names and success."""
+    """Register the native kernels that a program with these arguments needs.
+
+    Return each kernel's name, and whether it could be registered.
+    """
 
     def is_packed(node: object) -> bool:
         return isinstance(node, PackedMatrix)
@@ -118,7 +121,7 @@ def _device(leaves: list[_Leaf]) -> JaxDevice:
 
 
 def _platform(leaves: list[_Leaf]) -> str:
-    """Return the name of a device's platform in `jax.export`, which is "cuda" for what JAX otherwise calls "gpu"."""
+    """Return the platform name that `jax.export` expects, which is "cuda" where JAX otherwise says "gpu"."""
     platform: str = _device(leaves).platform
     return export.default_export_platform() if platform == jax.default_backend() else platform
 

@@ -108,7 +108,7 @@ class _Server:
             worker.send(self.control, setup)
             answer = worker.receive(self.control)
         except OSError as error:
-            answer = f"the grammar process does not start: {error}".encode()
+            answer = f"the grammar process did not start: {error}".encode()
         if answer != b"":
             self.close()
             raise ValueError("the grammar process has ended" if answer is None else answer.decode())
@@ -168,14 +168,14 @@ def _kill(process: bytes | None) -> None:
 
 
 class CompiledGrammar:
-    """A factory of mask sources: one for each output, each in its own process.
+    """A factory that creates one mask source for each output. Each source has its own process.
 
-    After the grammar is closed or garbage collected, its processes end with the last source.
+    After the grammar is closed or garbage collected, its processes end when its last source is closed.
     """
 
     def __init__(self, connection: socket.socket, size: int, server: _Server):
         self._connection, self._size = connection, size
-        self._server = server  # which ends when no reference to it remains
+        self._server = server  # the server ends when no reference to it remains
         self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
         self._end = weakref.finalize(self, connection.close)
 
@@ -197,11 +197,11 @@ class CompiledGrammar:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server is running. The grammar's processes end with it."""
+        """Whether the server is running. The grammar's processes end when the server ends."""
         return self._server.is_alive
 
     def close(self) -> None:
-        """Stop creating sources. The process ends with the last existing source."""
+        """Stop creating sources. The process ends when the last existing source is closed."""
         with self._lock:
             self._is_closed = True
             if not self._sources:
@@ -235,7 +235,7 @@ class GrammarMasks(MaskSource):
         answer = self._answer()
         if answer is None and not (self._process and self._grammar.is_alive):
             raise ConstraintError(
-                "The constraint's process cannot be started, or was ended; send the request again.",
+                "The constraint's process could not be started, or has ended; send the request again.",
                 "constraint_failed",
             )
         if answer is None:

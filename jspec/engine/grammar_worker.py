@@ -26,8 +26,9 @@ COMPILE_CPU_SECONDS = 5.0
 MEMORY = 512 * 2**20  # bytes, in addition to what a process uses before it compiles anything
 _SOON = 0.1  # seconds of compilation, after which other processes take priority
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
-# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. Other rows must wait.
-# A typical mask takes less than a millisecond. The first masks, including a fork, take about four milliseconds.
+# CPU seconds: the budget for all of an output's masks, and the amount that each mask adds to it. While masks are
+# computed, other rows must wait. A typical mask takes less than a millisecond. The first masks, including a fork, take
+# about four milliseconds.
 _BURST, _EACH = 0.1, 0.002
 _SIZE = struct.Struct("!I")
 Mask = TypeVar("Mask", covariant=True)
@@ -71,8 +72,8 @@ def tree_masks(
         drafted: the token of each node.
         parents: the parent of each node: 0 for the text and i for node i - 1.
         vocab_size: the vocabulary size. Ids at or above it are not text.
-        reset: a function that returns a matcher after the text and the given draft tokens, to replace a matcher that
-            failed after a draft token (never after the text). The failed node's mask is b"", which allows nothing.
+        reset: a function that returns a matcher that has consumed the text and the given draft tokens. It replaces a
+            matcher that failed after a draft token, never after the text. A failed node's mask, b"", allows nothing.
     """
     masks: list[Mask | bytes | None] = [None] * (len(drafted) + 1)
     children: list[list[int]] = [[] for _ in masks]
@@ -109,11 +110,11 @@ class LLGuidance:
         self._matcher, self._num_bytes = matcher, num_bytes
 
     def copy(self) -> "LLGuidance":
-        """Return a copy in the same state, which shares the lexer's results."""
+        """Return a copy in the same state. The copy and the original share the lexer's results."""
         return LLGuidance(self._matcher.deep_copy(), self._num_bytes)
 
     def allowed(self) -> bytes:
-        """Return the allowed tokens, as one bit for each token.
+        """Return the mask of allowed tokens, with one bit for each token.
 
         Raises:
             DeadEnd: no token may follow.
@@ -204,8 +205,8 @@ def make_tokenizer(text: str, vocab_size: int, eos_ids: Sequence[int]) -> "LLTok
 def _main(control: socket.socket) -> None:
     """Read the tokenizer, then fork a compiler for each socket that arrives."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor sends them to every process in a
-        signal.signal(number, signal.SIG_IGN)  # service; these end with their parent, which may have to finish first
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a supervisor sends them to all processes of a
+        signal.signal(number, signal.SIG_IGN)  # service; this one ends with its parent, which may have to finish first
     message = receive(control)
     if message is None:
         return
@@ -284,7 +285,7 @@ def _limit_memory() -> None:
 
 
 def _behind_others(compute: Callable[[], LLGuidance]) -> LLGuidance | Exception:
-    """Return the result of `compute`, or its exception. After a moment, run it at the lowest priority.
+    """Return the result of `compute`, or its exception. If it takes long, lower its priority to the minimum.
 
     The priority is set for a thread, because a process cannot raise its own priority again.
     """
@@ -341,7 +342,7 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
 
 
 def _mask_bytes(mask: bytes | None, size: int) -> bytes:
-    """Return a mask of `size` bytes: all tokens for an unreachable node, none if the grammar failed there."""
+    """Return a node's mask with `size` bytes. Allow all tokens at an unreachable node, and none at a failed one."""
     return b"\xff" * size if mask is None else mask or bytes(size)
 
 

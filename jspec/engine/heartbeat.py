@@ -5,7 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 PATIENCE = 60.0  # seconds that any piece of work may take
-_TIMES = 10  # multiples of the longest piece so far that a piece may take
+_TIMES = 10  # a piece may take this many times as long as the longest piece so far
 
 
 class Heartbeat:
@@ -16,7 +16,7 @@ class Heartbeat:
 
     @contextmanager
     def beat(self) -> Generator[None, None, None]:
-        """Time the block as a piece of work. Pieces may overlap, if they end one after another."""
+        """Time the block as a piece of work. If pieces overlap, time each from the end of the previous one."""
         if not self._running:
             self._last = time.monotonic()
         self._running += 1

@@ -5,14 +5,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-RECENT = 32  # the number of a request's last rounds that estimate its acceptance rate
+RECENT = 32  # the number of last rounds from which a request's acceptance rate is estimated
 _PRIOR = 4  # weight of the acceptance rate across all requests, in rounds of one request
-_UNSEEN, _FEW = 0.9, 2  # prior acceptance rate, and its weight in rounds: tries unseen positions, soon drops bad ones
+# Prior acceptance rate, and its weight in rounds. With these values, the policy tries unseen positions, and soon drops
+# bad ones.
+_UNSEEN, _FEW = 0.9, 2
 _MEMORY = 0.99  # decay of the statistics, per call
 _MARGIN = 1.02  # factor by which another length must be better to replace the best one
 _TRIAL, _PERIOD = 4, 256  # in calls: how long another length is tried, and the longest interval between trials
 
-Rounds = Sequence[Sequence[int]]  # two lists, by round: accepted draft tokens, and the intended draft length
+Rounds = Sequence[Sequence[int]]  # two lists with one entry per round: accepted tokens, intended draft length
 
 
 class LengthPolicy:
@@ -33,7 +35,7 @@ class LengthPolicy:
         self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0  # the interval grows to `_PERIOD`
 
     def record(self, accepted: Sequence[int], num_draft_tokens: int) -> None:
-        """Record how many draft tokens each row's rounds accepted, out of an intended `num_draft_tokens`."""
+        """Record how many draft tokens were accepted in each round, out of an intended `num_draft_tokens`."""
         reached, new = _count_by_position((accepted, [num_draft_tokens] * len(accepted)), len(self._reached))
         self._reached = np.where(reached > 0, _MEMORY, 1) * self._reached + reached
         self._accepted = np.where(reached > 0, _MEMORY, 1) * self._accepted + new

@@ -16,7 +16,7 @@ from jspec.engine.slot_output import Packed, SlotOutput, unpack
 from jspec.engine.slots import Variant
 
 _LOG = logging.getLogger("jspec")
-_PATIENCE = 5  # failures that end a request if it ran alone at the last; three times as many in a row end all requests
+_PATIENCE = 5  # failures that end a request if it ran alone in the last one; 3 times as many in a row end all requests
 _Kind = tuple[int, Variant, int]  # a call's draft length, variant and number of slots
 
 
@@ -50,7 +50,7 @@ class Loop:
         self._length_policy = LengthPolicy(self._sizes.num_draft_tokens[-1])
         self._scheduler = Scheduler(self._sizes.slots)
         self._has_prefilled = False  # whether anything was prefilled since the last call that ran rounds
-        # Constraints of ended requests. A running call may still query those that ended in this turn.
+        # The constraints of ended requests. A running call may still query those of requests that ended in this turn.
         self._ended_constraints: list[int] = []
         self._unused_constraints: list[int] = []
         self._in_flight: deque[_Call] = deque()
@@ -149,7 +149,7 @@ class Loop:
             self._runner.wait()  # nothing else waits, and new requests should not queue behind an entire long text
 
     def _reuse_prefixes(self) -> int:
-        """Copy prefixes from other slots that will not soon hold longer ones. Return the approximate cost in tokens."""
+        """Copy prefixes from other slots, unless longer ones will soon exist. Return the approximate cost in tokens."""
         smallest, cost = self._sizes.chunks[0], 0
         for slot, active in self._scheduler.prefilling():
             count, source = self._scheduler.find_prefix(active)
@@ -195,7 +195,7 @@ class Loop:
     def _plan_repeat(self) -> int | None:
         """Return the running call's draft length if it is time to repeat that call undisturbed, to measure its cost.
 
-        Otherwise, the cost of a round would never be measured while requests are always waiting or prefilling.
+        Without such repeats, the cost of a round would never be measured while requests keep waiting or prefilling.
         """
         if not self._in_flight or not (decoding := self._scheduler.decoding()):
             return None
@@ -308,7 +308,7 @@ class Loop:
         return self._retire(active, "eos" if has_ended else "length")
 
     def fail(self, active: ActiveRequest, error: str, code: str | None = None) -> None:
-        """End a request that has no slot with an error, and with a `code` if its constraint cannot be met."""
+        """End a request that has no slot. Its result gets the error, and a `code` if its constraint cannot be met."""
         _LOG.error("A request ends with an error: %s", error)
         active.result.error, active.result.error_code = error, code
         self._retire(active, "error")
@@ -342,7 +342,7 @@ class Loop:
         one_fails = len(running) == 1 and running[0].failures >= _PATIENCE
         if all_fail or one_fails:  # the failures are now explained
             self._failures = 0
-        # Queue the requests that must be tried alone first, while no slot is taken.
+        # First queue the requests that must be tried alone, while no slot is taken.
         for active in sorted([*running, *waiting], key=lambda active: -active.failures):
             if all_fail or (active in running and (one_fails or active.request.key is None)):
                 self.fail(active, f"{type(error).__name__}: {error}")

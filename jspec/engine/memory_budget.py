@@ -1,4 +1,4 @@
-"""Memory checks before slots are allocated, and release of the memory that compilation leaves allocated."""
+"""Check the memory before slots are allocated, and release the memory that compilation no longer needs."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ class JaxDevice(Protocol):
 
 
 def check_memory(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> None:
-    """Raise ValueError, with sizes that would fit, if `slots_bytes` is known to exceed the free memory."""
+    """Raise ValueError if `slots_bytes` is known to exceed the free memory. The message names sizes that would fit."""
     (device,) = jax.tree.leaves(target)[0].devices()
     free, needed = free_bytes(device), slots_bytes(target, drafter, sizes)
     if free is None or needed <= free:
@@ -79,6 +79,6 @@ def _read(file: Path) -> str:
 
 
 def release_freed_memory() -> None:
-    """Return memory that compilation has freed to the system: gigabytes that the allocator on Linux would keep."""
+    """Return freed memory to the system. After compilation, the allocator on Linux would keep gigabytes of it."""
     with contextlib.suppress(OSError, AttributeError):  # other systems have no malloc_trim
         ctypes.CDLL("libc.so.6").malloc_trim(0)

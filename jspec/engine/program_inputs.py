@@ -28,7 +28,7 @@ class TextPiece:
 
     @classmethod
     def on_host(cls, tokens: Ints, start: int, count: int) -> "TextPiece":
-        """Return a piece whose fields are NumPy values, as an argument of a compiled program."""
+        """Return a piece whose fields are NumPy values, for use as an argument of a compiled program."""
         values: PyTree = tokens, np.int32(start), np.int32(count)
         return cls(*values)
 
@@ -49,7 +49,7 @@ class CallLimits:
 
     @classmethod
     def on_host(cls, stop: Bools, rounds: int, stop_when_done: Bools) -> "CallLimits":
-        """Return limits whose fields are NumPy values, as an argument of a compiled program."""
+        """Return limits whose fields are NumPy values, for use as an argument of a compiled program."""
         values: PyTree = stop, np.int32(rounds), stop_when_done
         return cls(*values)
 
@@ -61,7 +61,7 @@ class RoundSpec:
     Attributes:
         rule, num_draft_tokens: the acceptance rule and the draft length of every round.
         max_rounds: the maximum number of rounds per call.
-        temperature_only: whether to omit all sampling parameters except temperature. No active row may use others.
+        temperature_only: whether to omit all sampling parameters except temperature. No active row may use any other.
         num_top: the number of most likely tokens to find, if a row requests any.
         constrain: same as in `jspec.decoding.round.decode_round`.
     """

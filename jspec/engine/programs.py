@@ -52,7 +52,8 @@ def assign_slot(
     def copy_block(i: Array, cache: KVCache) -> KVCache:
         return copy_slots(cache, source, slot, i * block, block)
 
-    # Loops, because after a `cond` XLA would copy all rows. A drafter's state has an unknown layout: copy it whole.
+    # Use loops, because after a `cond`, XLA would copy all rows. Copy the whole row of a drafter's state, because its
+    # layout is unknown.
     rows = {"tokens": state.tokens, "drafter": state.drafter}
     rows = cast(dict[str, PyTree], lax.fori_loop(0, is_other, copy_row, rows))
     cache = cast(KVCache, lax.fori_loop(0, is_other * -(-num_prefilled // block), copy_block, state.cache))
@@ -86,7 +87,7 @@ def prefill(
 
     Args:
         piece: the next piece of the text in `slot`.
-        scored: whether to compute scores. If false, a program with scores returns zeros. None for no scores.
+        scored: whether to compute scores. If false, the scores are zeros. If None, no scores are returned.
         num_top: the number of most likely tokens that the scores include; -1 for no scores.
     """
     features = features_of(drafter)
@@ -172,7 +173,7 @@ def _record_piece(
 
 
 def _scores(target: Llama, hidden: Array, piece: Array, scored: Array, num_top: int) -> Scores:
-    """Return the target's scores for all tokens of a piece except the first; zeros if not `scored`."""
+    """Return the target's scores for all tokens of a piece except the first, or zeros if not `scored`."""
 
     def compute() -> Scores:
         logits = target.logits(hidden)
@@ -275,7 +276,7 @@ def decode_rounds(
 
     Args:
         limits: the limits of this call. See `CallLimits`.
-        rows: ``int32[B]``, the only rows to run and to stop, without duplicates; None for all.
+        rows: ``int32[B]``, the rows that the call may run or stop, without duplicates; None for all rows.
         spec: the static settings of the rounds. See `RoundSpec`.
     """
     if rows is None:

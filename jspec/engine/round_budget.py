@@ -5,10 +5,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
 from time import perf_counter
 
-_NUM_MEASUREMENTS = 9  # recent calls of a kind. Their median counts, so that a single disturbed call has no effect
-_PATIENCE = 8  # calls after which a disturbed measurement counts
+_NUM_MEASUREMENTS = 9  # recent calls to keep per kind. Their median is used, so that one disturbed call has no effect
+_PATIENCE = 8  # number of measurements of a kind after which even disturbed ones count
 _MAX_EXCLUDED = 0.25  # fraction of a call's time that may pass without a check for its end
-_STALE_AFTER = 32  # consecutive calls of a kind, none of them alone, after which its cost is stale
+_STALE_AFTER = 32  # consecutive calls of a kind after which its cost is stale, if none of them ran alone
 
 
 class RoundBudget:
@@ -68,7 +68,7 @@ class RoundBudget:
         self._last_end = now
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record the cost of a round of a kind. One that did not run `alone` counts until one has."""
+        """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone."""
         if not alone and kind in self._measured_alone:
             return
         if alone:

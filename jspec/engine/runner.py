@@ -28,7 +28,7 @@ from jspec.models.llama import Llama
 
 Number = np.int32
 _Rows: TypeAlias = Sequence[int] | None  # the slots that a call runs; None for all
-_MARGIN = 1.1  # factor by which a larger piece must be cheaper
+_MARGIN = 1.1  # factor by which a larger piece must be cheaper to be chosen
 Key: TypeAlias = tuple[str, *tuple[int, ...]]  # a program's name and its static options
 
 
@@ -39,7 +39,7 @@ def _programs(structure: Hashable, shapes: Hashable, rule: Rule, sizes: Sizes) -
 
 
 class Runner:
-    """The slots on a device. Calls are dispatched in order and return at once; only reading decoded output waits.
+    """The slots on a device. Calls are dispatched in order and return at once. Only readers of the output wait.
 
     Args:
         journal: whether to record every call.
@@ -60,7 +60,7 @@ class Runner:
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
         self.commands: list[tuple[str, tuple[object, ...]]] | None = [] if journal else None
-        # Flat, because models are deep pytrees and every call would flatten them.
+        # Keep the weights flat, because models are deep pytrees, which every call would flatten again.
         self._weights, self._structure = cast(tuple[list[object], Hashable], jax.tree.flatten((target, drafter)))
         shapes = tuple((jax.typeof(x), *(x.devices() if isinstance(x, jax.Array) else ())) for x in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
@@ -176,8 +176,8 @@ class Runner:
             num_draft_tokens, rounds, stop: same as in `RoundSpec` and `CallLimits`.
             variant: the maximum of all active rows' variants.
             stop_when_done: same as in `CallLimits`; None for no row.
-            rows: same as in `programs.decode_rounds`; None for all slots. The number of rows must be one of the numbers
-                of slots in `Sizes.shapes`.
+            rows: same as in `programs.decode_rounds`; None for all slots. The number of rows must be a number of slots
+                that `Sizes.shapes` lists.
         """
         stop_when_done = np.zeros_like(stop) if stop_when_done is None else stop_when_done
         return cast(Packed, self._run("decode_rounds", num_draft_tokens, rounds, stop, variant, stop_when_done, rows))
@@ -239,7 +239,7 @@ class Runner:
         outputs: list[Packed] = []
         for name, arguments in commands:
             if name in ("release", "reset"):
-                self.wait()  # for running calls that query the constraints, as the original runner did
+                self.wait()  # until no running call queries the constraints, as the original runner did
             result = self._run(name, *arguments)
             if name == "decode_rounds":
                 outputs.append(cast(Packed, result))
@@ -263,7 +263,7 @@ class Runner:
             release_freed_memory()
 
     def deferred_compiles(self) -> list[Callable[[], jax.stages.Compiled]]:
-        """Return functions that each compile one program for constrained requests, short drafts first.
+        """Return functions that each compile one program for constrained requests, starting with short drafts.
 
         Few requests need these programs, and JAX's persistent cache stores no program that calls back to the host.
         """
@@ -317,7 +317,7 @@ class Runner:
             return function(*self._models(weights), slots, *others)
 
         arguments = self._weights, self._slot_shapes, *shapes
-        if key[2:3] == (Variant.CONSTRAINED,):  # constrained programs call this process
+        if key[2:3] == (Variant.CONSTRAINED,):  # constrained programs call back to this process
             return jax.jit(program, donate_argnums=1).lower(*arguments)
         return lower(program, arguments, self._structure, self.rule, self.sizes, key)
 

@@ -154,7 +154,7 @@ class Scheduler:
         if not self._may_join(active):
             return None
         active.prefix_tokens = active.text
-        # The slot that holds the most of the request's text; among ties, the slot that has been free for longest.
+        # Choose the slot that holds most of the request's text. Among ties, choose the one that has been free longest.
         slot = max(free, key=lambda slot: (_num_reusable(active, *self.cached_texts[slot]), -self._released_at[slot]))
         active.num_prefilled = _num_reusable(active, *self.cached_texts[slot])
         active.result.cached = min(active.num_prefilled, len(active.request.tokens))
@@ -195,7 +195,7 @@ class Scheduler:
         return max([*in_free, *in_use], default=(0, 0))
 
     def pending_prefix(self, active: ActiveRequest) -> int:
-        """Return how many tokens of a text other requests will prefill. Ignore requests that need prompt scores."""
+        """Return how many tokens of this text another request will prefill. Ignore requests that need prompt scores."""
         num_tokens = len(active.prefix_tokens)
         return max(
             (
@@ -251,7 +251,7 @@ def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _limit_reuse(num_shared: int, num_cached: int, num_tokens: int) -> int:
-    """Return how many of a text's `num_tokens` can be reused from `num_cached` tokens, if `num_shared` are equal.
+    """Return how many of a text's `num_tokens` tokens can be reused, if `num_shared` of `num_cached` tokens match.
 
     The last two tokens of a text are never reused, because a drafter must read one of them. The last common token is
     not reused either, because a drafter may have read it together with the next token.

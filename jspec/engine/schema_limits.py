@@ -23,7 +23,7 @@ _Node: TypeAlias = Mapping[str, Json]
 
 
 def check_schema(schema: Mapping[str, object]) -> None:
-    """Check that a schema is within the limits, but not its meaning.
+    """Check that a schema is within the limits. Do not check its meaning.
 
     Raises:
         ValueError: the schema exceeds a limit; the message names the first such limit.
@@ -85,7 +85,7 @@ def _patterns(node: _Node) -> list[str]:
 
 
 def _check_combination(node: _Node) -> None:
-    """Check the combined demands of a schema and its allOf parts, because their automata multiply."""
+    """Check the combined demands of a schema and its allOf parts, because the sizes of their automata multiply."""
     parts = node.get("allOf")
     together = [node, *(part for part in parts if isinstance(part, Mapping))] if isinstance(parts, list) else [node]
     if (count := sum("pattern" in part for part in together)) > MAX_COMBINED_PATTERNS:
@@ -101,7 +101,7 @@ def _check_combination(node: _Node) -> None:
 
 
 def _steps(multiple: Json) -> int:
-    """Return the number of remainders of a multipleOf, from its decimal digits; 1 if it is not a number."""
+    """Return the number of remainders to track for a multipleOf, from its decimal digits; 1 if it is not a number."""
     if isinstance(multiple, int) and not isinstance(multiple, bool):
         return max(1, abs(multiple))
     if not isinstance(multiple, float) or not math.isfinite(multiple):
@@ -116,7 +116,7 @@ def _short(number: int) -> str:
 
 
 def _longest_chain(schema: _Node) -> int:
-    """Return the length of the longest chain of references; if they form cycles, an approximate lower bound."""
+    """Return the length of the longest chain of references, or an approximate lower bound if there are cycles."""
     references = _references_of_parts()
     following = {"": references(schema)}
     longest: dict[str, int] = {}
@@ -154,7 +154,7 @@ def _references_of_parts() -> Callable[[Json], list[str]]:
         targets = (value.get("$ref") for value in values if isinstance(value, Mapping))
         names[id(part)] = list(dict.fromkeys(name for name in targets if isinstance(name, str)))
         if len(names[id(part)]) > MAX_DEFINITIONS:
-            raise _excess("different $ref", len(names[id(part)]), MAX_DEFINITIONS)
+            raise _excess("different $ref values", len(names[id(part)]), MAX_DEFINITIONS)
         return names[id(part)]
 
     return references

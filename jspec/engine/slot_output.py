@@ -100,8 +100,8 @@ class SlotOutput:
 
     Attributes:
         tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
-        top_logprobs: the most likely tokens for each new token, as ids and raw log-probabilities; as many as the call
-            computed. Empty for a slot that does not report them.
+        top_logprobs: all most likely tokens that the call computed for each new token, as ids and raw
+            log-probabilities; empty for a slot that does not report them.
         accepted, judged, drafted: the number of accepted, verified and drafted tokens in each round, as in
             `jspec.Stats`.
         done: whether the row is inactive: its text has ended or was stopped, or it is still in prefill.

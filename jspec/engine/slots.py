@@ -22,7 +22,7 @@ from jspec.models.llama import Llama
 
 Ints: TypeAlias = NDArray[np.int32]
 Bools: TypeAlias = NDArray[np.bool_]
-AnyDrafter: TypeAlias = Drafter[PyTree]  # whatever its state
+AnyDrafter: TypeAlias = Drafter[PyTree]  # a drafter with any type of state
 Rows = TypeVar("Rows")  # a pytree whose leaves have one entry per row
 
 # Transforms that change nothing. The bias, None here, becomes one zero for each token.
@@ -35,7 +35,10 @@ _MEDIUM_LENGTH = 4  # a number of draft tokens that is rarely far from the best 
 
 
 class Variant(enum.IntEnum):
-    """A variant of the decoding program. A row's features determine its variant; a batch needs its rows' maximum."""
+    """A variant of the decoding program. A row's features determine its variant.
+
+    A batch needs the maximum of its rows' variants.
+    """
 
     TEMPERATURE_ONLY = 0  # temperature
     FULL = 1  # also filters, penalties, and log-probabilities of the most likely tokens
@@ -47,15 +50,15 @@ class Sizes:
     """The sizes that fix the shapes of an engine's programs.
 
     Attributes:
-        slots: S, the number of requests at once.
+        slots: S, the number of requests to decode at once.
         length: the maximum sequence length, including the prompt.
         eos_ids: the maximum number of EOS tokens per request.
         chunks: C, the prefill chunk sizes, ascending.
         num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
         rounds: the maximum number of rounds per call.
         top_logprobs: the maximum number of top tokens that a request may specify; at most the vocabulary size.
-        small_batch_sizes: smaller numbers of slots that a call may run, ascending; for devices on which idle rows cost
-            time.
+        small_batch_sizes: smaller numbers of slots that a call may run, ascending. They save time on devices on which
+            idle rows cost time.
     """
 
     slots: int

@@ -20,9 +20,9 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def small_batches(target: LanguageModel, slots: int) -> tuple[int, ...]:
-    """Return smaller numbers of slots that a call may run: on CPUs, one slot, and half the slots of four or more.
+    """Return smaller numbers of slots that a call may run: one slot, and half the slots if there are at least four.
 
-    On CPUs, idle slots cost as much as used ones.
+    There are none on devices other than CPUs, because only on CPUs do idle slots cost as much as used ones.
     """
     if slots == 1 or any(device.platform != "cpu" for device in _devices(target)):
         return ()

@@ -13,7 +13,7 @@ from jspec.engine.runner import Runner
 from jspec.engine.slot_output import unpack
 from jspec.engine.slots import Variant
 
-_TURNS, _SECONDS = 5, 2.0  # number of turns; after the second turn, none starts later than this many seconds
+_TURNS, _SECONDS = 5, 2.0  # maximum number of turns; seconds after which only the first two turns may start
 _REPEATS = 2  # measurements of each piece; the fastest counts
 _TEXT = (0, 0)
 
@@ -58,7 +58,7 @@ def _measure_rounds(runner: Runner, round_budget: RoundBudget) -> None:
 
 
 def _round_costs(runner: Runner, round_budget: RoundBudget, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:
-    """Yield each kind's seconds per round, measured as in the loop: from call to call, while another call runs."""
+    """Yield each kind's seconds per round, measured as in the loop: from the end of one call to the end of the next."""
     sizes, in_flight, ended = runner.sizes, None, None
     tokens_per_call = (sizes.length - len(_TEXT)) // (len(kinds) + 2)  # few enough that no text ends
     for kind in (kinds[0], *kinds, kinds[0]):  # the first call marks the start of the second; the last is not timed

@@ -250,9 +250,10 @@ def prepare(
 
 
 def draft_length_of(draft: DraftSource, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:
-    """Return `num_draft_tokens`, or the default. A lookup drafter drafts up to that number, and none without a match.
+    """Return `num_draft_tokens`, or the default.
 
-    By default, the fallback of a lookup drafter stops drafting when it becomes unsure, if it reports its confidence.
+    A lookup drafter drafts up to that many tokens, and no tokens if it finds no match. By default, the fallback of a
+    lookup drafter stops drafting when it becomes unsure, if it reports its confidence.
     """
     wanted = default_draft_length(draft) if num_draft_tokens is None else num_draft_tokens
     if isinstance(draft, _Lookup) and isinstance(wanted, numbers.Integral):

@@ -31,8 +31,8 @@ def generate(
     """Decode one token per forward pass of `target`.
 
     This is the speed baseline for `speculative_generate`, and it defines the distribution that the output of
-    `speculative_generate` must match. The arguments, the result and the errors are the same, except that
-    ``stats.accepted_at`` has no columns.
+    `speculative_generate` must match. Both functions have the same arguments, results and errors, except that this
+    one takes no drafting arguments, and its ``stats.accepted_at`` has no columns.
     """
     prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids)
     check_arguments(target, None, prompts, max_new_tokens, None, sampling, eos_ids, pad_id)
@@ -68,20 +68,21 @@ def speculative_generate(
         lengths: ``int32[B]`` in 1..P, the prompt lengths.
         keys: typed PRNG keys ``[B]`` (``jax.random.split(jax.random.key(seed), B)``). In float32, a request's output
             depends on its own prompt, key and parameters, not on the rest of the batch.
-        max_new_tokens: the maximum number of tokens to add to each prompt. This number fixes shapes, so each value
-            compiles once.
-        num_draft_tokens: K, the number of draft tokens per round; 4 by default. K fixes shapes. Omit it for a tree
-            drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its own number in every round
+        max_new_tokens: the maximum number of tokens to add to each prompt. This number determines array shapes, so
+            each new value causes one compilation.
+        num_draft_tokens: K, the number of draft tokens per round; 4 by default. K also determines array shapes. Omit it
+            for a tree drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its own number in every round
             (`jspec.drafters.draft_length`). "auto" uses the K that `tune` measures at the first call, which takes a
             while. The process reuses this K for models with the same shapes, whatever their weights, at the same batch
             size, sampling and bucketed length (`jspec.tuning.tune_chain`). Because this K depends on timing, the output
             for one key may differ between processes. The distribution does not differ. If drafting does not pay off,
             "auto" decodes as `generate` does, and ``stats.accepted_at`` has no columns.
-        sampling: temperature, filters and penalties: numbers for all requests, or lists or arrays with one per request.
-        accept: the acceptance rule. The exact rules are "rejection"; "block", which accepts at least as much in
-            expectation; "traversal", the counterpart of "block" for trees; "k-seq", for trees whose children are drawn
-            independently; and "coupled", whose output equals that of `generate` with the same keys, except for
-            rounding. An object such as ``jspec.Lenient(0.5)`` is not exact. See `jspec.rules`.
+        sampling: temperature, filters and penalties. Each is one number for all requests, or a list or array with one
+            number per request.
+        accept: the acceptance rule. The exact rules are "rejection"; "block", which accepts at least as many tokens
+            as "rejection" in expectation; "traversal", the counterpart of "block" for trees; "k-seq", for trees whose
+            children are drawn independently; and "coupled", whose output equals that of `generate` with the same keys,
+            except for rounding. An object such as ``jspec.Lenient(0.5)`` is not exact. See `jspec.rules`.
         eos_ids: the tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default,
             rows run to their limits. The model's own EOS ids are in ``target.config.eos_token_ids``.
         pad_id: the token id that fills ``out.tokens`` after a row's end.

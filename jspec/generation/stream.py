@@ -1,4 +1,4 @@
-"""`stream`: the output for one prompt, part by part as it is decoded."""
+"""`stream`: the output for one prompt, in parts as they are decoded."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ def stream(
 
 
 def parts(target: LanguageModel, task: Task, request: Request, results: Iterator[Result]) -> Iterator[Completion]:
-    """Yield each new part of the output for a task's only prompt, as its result grows."""
+    """Yield each new part of the output for a task's only prompt, as the result grows."""
     writer, sent = StopAwareDetokenizer(task.tokenizer, request.tokens, task.stop), 0
     for result in results:
         for token in result.tokens[len(writer.pieces) :]:

@@ -18,7 +18,7 @@ from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
 from jspec.models.rope import rotate
 
-_LEAST = 256  # slots; reading fewer saves less time than choosing costs
+_LEAST = 256  # slots; reading fewer slots would save less time than the choice takes
 
 Past = tuple[Array, Array, Array | None, Array]
 
@@ -178,7 +178,7 @@ def _attend(q: Array, parts: list[_Part]) -> Array:
     scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    # Keep float32 until the sum. XLA's CPU kernels also cannot multiply into bfloat16. See `_product_of_halves`.
+    # Keep float32 until the sum. XLA's CPU kernels also support only a float32 result. See `_product_of_halves`.
     mixed = [
         einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
         for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)

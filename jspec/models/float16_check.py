@@ -42,7 +42,7 @@ def check_fits_float16(model: Llama) -> None:
 
 
 def activations(model: Llama) -> Iterator[tuple[str, float]]:
-    """Yield the name and the largest magnitude on the probe prompt of each product and each layer output."""
+    """Yield, for each product and each layer output, its name and its largest magnitude on the probe prompt."""
     config = model.config
     tokens = np.linspace(0, config.vocab_size - 1, min(PROBE_TOKENS, config.max_position_embeddings)).astype(np.int32)
     slots = jnp.arange(tokens.size)[None]

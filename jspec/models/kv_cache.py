@@ -136,7 +136,7 @@ def _put(slots: Array, new: Array, start: Array, axis: int) -> Array:
 def _select(slots: Array, new: Array, start: Array, axis: int) -> Array:
     """Rebuild all slots: written slots get their new values, and all other slots stay the same."""
     size, count = slots.shape[axis], new.shape[axis]
-    start = jnp.where((start >= 0) & (start + count <= size), start, size)  # drop it as a whole, as `_scatter` does
+    start = jnp.where((start >= 0) & (start + count <= size), start, size)  # drop the whole write, as `_scatter` does
     at = jnp.expand_dims(jnp.arange(size)[None] - start[:, None], [i for i in (1, 2, 3) if i != axis])
     placed = new if count == 1 else jnp.take_along_axis(new, jnp.clip(at, 0, count - 1), axis=axis)
     return jnp.where((at >= 0) & (at < count), placed, slots)
@@ -172,7 +172,7 @@ def append(cache: KVCache, new: KVCache, start: Array) -> KVCache:
 def copy_slots(cache: KVCache, source: Array, target: Array, start: Array, count: int) -> KVCache:
     """Return `cache` with `count` slots of row `source` copied to row `target`.
 
-    The slots start at `start`, or are the last `count` slots if fewer remain from there.
+    The copy begins at slot `start`. If fewer than `count` slots remain from there, the last `count` slots are copied.
     """
 
     def copied(room: Array, axis: int) -> Array:

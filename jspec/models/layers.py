@@ -19,7 +19,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def einsum(formula: str, a: Array, b: Array, dtype: DTypeLike | None = None) -> Array:
-    """Run `jnp.einsum` with a result of `dtype`, at full float32 precision. GPUs and TPUs would round by default."""
+    """Run `jnp.einsum` with a result of `dtype`, at full float32 precision (not the default on GPUs and TPUs)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(formula, a, b, precision=precision, preferred_element_type=dtype)
 
@@ -31,7 +31,7 @@ def _project(weight: Array, scale: nnx.Param[Array] | Array | None, x: Array, dt
     in the product itself. The product is float32 until it is scaled, because an unscaled sum can overflow float16.
 
     Float32 weights are stored as ``[in, out]`` and are the first operand of the product. XLA's CPU kernels then read
-    them at almost full memory bandwidth, for one row or a few rows. In half precision, that order does not run on CPU.
+    them at almost full memory bandwidth, for one row or a few rows. In half precision, CPUs do not support that order.
     On other devices, the order does not matter.
     """
     if scale is not None:
@@ -83,8 +83,9 @@ _product_of_halves.defvjp(_halves_and_product, _gradients_of_halves)
 def _of_two_rows(product: Callable[[Array, Array], Array], weight: Array, x: Array) -> Array:
     """Return ``product(weight, x)`` for an x with one row, computed with a second row of zeros.
 
-    On GPUs, XLA turns a single-row product into a sum over a matrix, which it may first write to memory: a whole small
-    weight times the row, or a whole head in float32. On CPUs, that sum is slower in bfloat16.
+    On GPUs, XLA turns a single-row product into a sum over a matrix, which it may first write to memory. That matrix is
+    the product of a small weight and the row, or a whole output head in float32. On CPUs, that sum is slower in
+    bfloat16.
     """
     return product(weight, jnp.pad(x, ((0, 0), (0, 1), (0, 0))))[:, :1]
 
@@ -194,7 +195,7 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 class MLP(nnx.Module):
-    """A SwiGLU feed-forward block, called up to its last projection, `down_proj`. Gate and up share one matrix."""
+    """A SwiGLU feed-forward block. A call returns the input of `down_proj`. Gate and up share one matrix."""
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias

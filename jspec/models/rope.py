@@ -19,7 +19,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return frequencies / np.float32(rope.factor)
     if rope.kind == "yarn":
         return _yarn_frequencies(frequencies, rope)
-    # llama3: the factor slows long wavelengths, keeps short ones, and blends those in between.
+    # llama3: long wavelengths are slowed by the factor, short ones are kept, and those in between are blended.
     wavelengths = 2 * math.pi / frequencies
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_max_position_embeddings / wavelengths - low) / (high - low)

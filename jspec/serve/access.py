@@ -98,7 +98,7 @@ class Guard:
             return None
         if foreign := [origin for origin in origins if not is_same(origin, hosts[0])]:
             return Refusal(403, f"Pages from {foreign[0]!r} may not use this server; {_ADVICE}.", code="cross_origin")
-        # Browsers send some requests without an origin, but Sec-Fetch-Site shows if another site's page sent them.
+        # Browsers send some requests without an origin, but Sec-Fetch-Site shows whether another site's page sent them.
         is_link = scope["method"] in ("GET", "HEAD") and scope["path"] == _PAGE
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and not is_link:
             return Refusal(403, f"Pages from other sites may not use this server; {_ADVICE}.", code="cross_origin")

@@ -39,7 +39,7 @@ _LOG = logging.getLogger("jspec")
 _HERE = Access()
 _T = TypeVar("_T")
 _MORE_CONSTRAINTS = 4  # constraints beyond the number of slots, which compile while the others are in use
-_UNREAD = 4  # times `room`: the limit on choices that are in progress or not yet fully read
+_UNREAD = 4  # limit on choices that are in progress or not yet fully read, as a multiple of `room`
 
 
 class Server:
@@ -96,7 +96,7 @@ class Server:
     def warm_up(self) -> None:
         """Serve one request, so that the first client does not wait for programs that compile on first use.
 
-        The programs for constrained requests compile in parallel with incoming requests.
+        The programs for constrained requests are compiled while the server already answers other requests.
         """
         body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(parse_request(self._served, body).requests)

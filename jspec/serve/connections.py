@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryComparison=false
-"""Limits on the number of connections and on how long each may keep the server waiting; eviction of the slowest."""
+"""Limits on the number of connections and on how long each may keep the server waiting. The slowest are closed."""
 
 import asyncio
 import errno

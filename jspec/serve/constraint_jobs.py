@@ -19,7 +19,7 @@ class ConstraintCompiler:
     Each format needs its own processes, so the number of formats that exist at once is limited. Other requests wait.
 
     Args:
-        grammars: compiles the formats; None if this model's output cannot be constrained.
+        grammars: the factory that compiles the formats; None if this model's output cannot be constrained.
         limit: the maximum number of requests that hold a constraint. Three times as many requests may wait for one.
     """
 

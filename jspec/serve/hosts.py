@@ -1,4 +1,4 @@
-"""Parsing of hosts and origins into the form that browsers use, and the server's own names."""
+"""Hosts and origins, parsed into the form that browsers use, and the server's own names."""
 
 import ipaddress
 import re

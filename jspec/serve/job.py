@@ -28,7 +28,7 @@ class Job:
 
     Args:
         served: the model.
-        metrics: records the outcome.
+        metrics: the metrics in which to record the outcome.
         leave: called once, when all choices have ended.
         delivered: called once, when the client is no longer reading the response.
     """
@@ -40,7 +40,7 @@ class Job:
         self._loop, self._changed, self._closed = asyncio.get_running_loop(), asyncio.Event(), False
 
     async def begin(self, body: Body, constraint: Constraint | None, one_at_a_time: CapacityLimiter) -> None:
-        """Parse the body and queue its requests. Both may take a while, so they run outside the event loop.
+        """Parse the body and queue its requests. Both steps may take a while, so they run outside the event loop.
 
         Args:
             body: the request body.

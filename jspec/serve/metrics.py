@@ -1,6 +1,6 @@
-"""The metrics that /metrics returns, named as in vLLM after a prefix.
+"""The metrics that /metrics returns. After the prefix, their names are the same as in vLLM.
 
-Each choice counts as one request. A prompt's tokens count once.
+Each choice counts as one request. The tokens of each prompt count only once.
 """
 
 import time

@@ -32,8 +32,8 @@ class Served:
         engine: the engine that decodes.
         tokenizer: the target's tokenizer.
         names: the token names.
-        grammars: constrains the output; None if the tokenizer does not expose its internals, or if the model has no
-            EOS.
+        grammars: the factory of output constraints; None if the tokenizer does not expose its internals, or if the
+            model has no EOS.
     """
 
     name: str
@@ -70,7 +70,8 @@ class ParsedRequest:
             engine still decodes one token.
         top: the number of most likely tokens to list for each token; None for no log-probabilities.
         stop: the stop strings.
-        ends: the tokens that end the output, each with its stop reason: a string, an id, or None for the model's own.
+        ends: the tokens that end the output, each with its stop reason: a string, an id, or None for one of the model's
+            own end tokens.
     """
 
     body: Body

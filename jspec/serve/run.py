@@ -29,8 +29,8 @@ _SOON = 10  # seconds for the rest of the shutdown
 def bound(host: str, port: int) -> socket.socket:
     """Bind a socket to this address, so that no other process can bind it.
 
-    The socket does not listen yet. While programs compile, clients and load balancers get a refused connection instead
-    of waiting.
+    The socket does not listen yet. While programs compile, connections from clients and load balancers are refused at
+    once.
 
     Raises:
         ValueError: the host is empty, which would mean every address of this machine.

@@ -19,7 +19,7 @@ from jspec.serve.responses import Answer
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds that a client may take to read one piece
-_LEVELS, _FEW = 4, 64  # levels; deeper values in a response are small, but numerous
+_LEVELS, _FEW = 4, 64  # nesting levels to split, because deeper values are small; list items per piece
 _PIECE = 2**16  # characters
 _PING = 15  # seconds between pings
 

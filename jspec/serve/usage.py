@@ -26,7 +26,7 @@ class DraftUsage:
 
     @classmethod
     def of(cls, result: Result, delivered: int) -> Self:
-        """Return the statistics of an output with `delivered` tokens. The engine may have decoded more than those."""
+        """Return the statistics of an output with `delivered` tokens. The engine may have decoded more tokens."""
         usage, tokens = cls(), 0
         for drafted, judged, accepted in zip(result.drafted, result.judged, result.accepted, strict=False):
             if tokens >= delivered:

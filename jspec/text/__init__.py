@@ -77,7 +77,7 @@ def _without_tokenizer_json(directory: Path) -> TokenizerFile:
 
 
 def _check_packages(reason: str) -> None:
-    """Raise ValueError if packages are missing that transformers needs to read a tokenizer.model."""
+    """Raise ValueError if a package that transformers needs to read a tokenizer.model is missing."""
     packages = {"tiktoken": "tiktoken"}
     if "is not a SentencePiece" not in reason:
         packages = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}

@@ -200,7 +200,7 @@ def rendered(
 
 
 def _reason(error: Exception) -> str:
-    """Return one line about a template error, with the Python class's name unless the template itself raised it."""
+    """Return one line about a template error, with its class name unless the template itself raised the error."""
     from jinja2 import TemplateError
 
     words = " ".join(str(error).split())

@@ -125,7 +125,7 @@ def speedup_lower_bound(alpha: ArrayLike, c: ArrayLike) -> Floats:
     """Return a lower bound on the speedup of the best k: `max(1, (1 + alpha) / (1 + c))` (Leviathan et al., cor. 3.9).
 
     The quotient is theorem 3.8 at k = 1, and it exceeds 1 if alpha > c. Otherwise, no k helps, and the best speedup is
-    1, from not drafting.
+    1, which is reached without drafting.
 
     Args:
         alpha: `[...]` acceptance rates in [0, 1].

@@ -79,7 +79,7 @@ def best_tree(acceptance_by_rank: ArrayLike, num_nodes: int, max_depth: int) -> 
 def _best_sizes(rates: NDArray[np.float64], num_nodes: int, max_depth: int) -> list[list[list[int]]]:
     """Return ``[depth][rank][n]``, the best size of a rank's subtree if n nodes remain for this and later ranks."""
     ranks = rates.size
-    worth = np.zeros((ranks + 1, num_nodes + 1))  # of the children of this and later ranks, with n nodes; 0 at depth 0
+    worth = np.zeros((ranks + 1, num_nodes + 1))  # the yield of this and later ranks with n nodes; 0 at depth 0
     sizes: list[list[list[int]]] = [[[0] * (num_nodes + 1)] * ranks]
     for _ in range(max_depth):
         below, worth = worth[0], np.zeros((ranks + 1, num_nodes + 1))

@@ -18,7 +18,7 @@ from jspec.training.target_states import TargetStates, run_target
 
 
 def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_tokens: int) -> list[Row]:
-    """Keep only the learned tokens that `drafter` gets wrong: its most likely token differs from the target's.
+    """Keep only the learned tokens for which `drafter` and `target` have different most likely tokens.
 
     This is boost-tuning (Miao et al. 2024, "SpecInfer", section 3). Rows without any such token are dropped.
 
@@ -40,7 +40,7 @@ def left_over(target: Llama, drafter: ModelDrafter, rows: Sequence[Row], step_to
 
 @jax.jit
 def _alike(target: Llama, drafter: ModelDrafter, tokens: Array) -> Array:
-    """Return ``bool[B, S]``, whether both have the same most likely token at each position. Position 0 is False."""
+    """Return ``bool[B, S]``, whether both models have the same top token at each position. Position 0 is False."""
     target_states = cast(TargetStates, run_target(target, tokens, ()))
     (said,) = model(drafter, target, tokens, target_states, 1)
     same = said.argmax(-1) == target.logits(target_states.hidden).argmax(-1)

@@ -29,7 +29,9 @@ from jspec.training.target_states import StoredStates, TargetStates, run_target
 
 _log = logging.getLogger("jspec")
 _WARMUP, _CLIP = 0.03, 1.0
-_SHALLOW = 0.6  # share of steps (the first ones) that unroll a head half as deep, in 2/3 of the time (bench/NOTES.md)
+# The share of steps, counted from the first step, that unroll a head to only half the depth. Such a step takes 2/3 of
+# the time of a full step (bench/NOTES.md).
+_SHALLOW = 0.6
 _STATE, _LOG = "state", "log.jsonl"
 State: TypeAlias = dict[str, PyTree]  # the weights, the fixed weights and the optimiser's moments
 _Inputs: TypeAlias = tuple[Llama, Array, Array, TargetStates | None]
@@ -148,8 +150,8 @@ class Training(NamedTuple):
         scored_step: a slower version of `step` that returns the whole `Score` in place of the loss.
         score: a function that maps a state and a batch to their `Score`.
 
-    Each function takes a batch as the target, `tokens` and `learned` as in `Batch`, and the `TargetStates` of
-    the tokens or None.
+    Every function takes a batch as four arguments: the target, `tokens` and `learned` as in `Batch`, and the
+    `TargetStates` of the tokens or None.
     """
 
     state: State
@@ -206,7 +208,10 @@ def measure(training: Training, state: State, target: Llama, held_out: Source) -
 
 
 def predicted(acceptance: list[float]) -> float:
-    """Predict the tokens per round for a chain as deep as `acceptance`. A token is kept only if all before it are."""
+    """Return the predicted tokens per round for a chain with these acceptance rates by depth.
+
+    A draft token is kept only if all draft tokens before it are kept.
+    """
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -238,7 +243,7 @@ def _said(
 
 
 def _finite(target_states: TargetStates, learned: Array) -> tuple[TargetStates, Array]:
-    """Mask sequences in which any target state is not finite, because one of them would corrupt all weights."""
+    """Mask sequences in which any target state is not finite, because one such state would corrupt all weights."""
     states, hidden = target_states.states, target_states.hidden
     kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
     states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)

@@ -1,7 +1,7 @@
-"""Heads, adapters, vectors and models in training: the logits of each for whole sequences.
+"""The logits of heads, adapters, vectors and models in training, for whole sequences.
 
 All functions yield ``float32[B, S, V]`` for each depth. At position t, all depths predict the same token. The logits of
-each further depth are therefore computed from one token fewer.
+each further depth are therefore computed from one fewer token.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from jspec.training.target_states import TargetStates
 
 
 def later(rows: Array, depth: int) -> Array:
-    """Shift ``rows[B, S, ...]`` to `depth` positions later. The first positions become zeros."""
+    """Shift ``rows[B, S, ...]`` right by `depth` positions. The first positions become zeros."""
     return jnp.pad(rows, [(0, 0), (depth, 0)] + [(0, 0)] * (rows.ndim - 2))[:, : rows.shape[1]]
 
 
@@ -91,7 +91,7 @@ def model(
 
 
 def _behind_all(size: int, count: int) -> Branches:
-    """Return a tree of ``[S + S M]`` nodes: `size` tokens in sequence, and `count` vectors in a row after each."""
+    """Return a tree of ``[S + S M]`` nodes: `size` tokens in sequence, and `count` vectors after each token."""
     at, place = np.repeat(np.arange(size), count), np.tile(np.arange(count), size)
     text = np.tril(np.ones((size, size), bool))
     before = (at == at[:, None]) & (place <= place[:, None])

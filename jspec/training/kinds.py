@@ -113,7 +113,7 @@ def trainee_of(drafter: object) -> Trainee:
 
 
 def unpacked(drafter: Trainable) -> Trainable:
-    """Return `drafter` with a model's packed matrices widened, because only arrays of floats can be trained."""
+    """Return `drafter` with its model's packed matrices widened, because only arrays of floats can be trained."""
     return dataclasses.replace(drafter, model=widened(drafter.model)) if isinstance(drafter, ModelDrafter) else drafter
 
 
@@ -168,21 +168,21 @@ def of_hydra(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int)
 
 
 def of_kangaroo(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> KangarooDrafter:
-    """Return an adapter after the first tenth of the target's layers (at least one), with a copy of its final norm."""
+    """Return an adapter after the first tenth of the target's layers (at least one), with the target's final norm."""
     drafter = KangarooDrafter.untrained(target, max(1, len(target.layers) // 10), rngs=nnx.Rngs(seed))
     drafter.adapter.norm.weight.set_value(jnp.asarray(target.norm.weight[...], drafter.adapter.dtype))
     return drafter
 
 
 def of_pass(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> PassDrafter:
-    """Return look-ahead vectors that are initialised slightly apart from each other."""
+    """Return look-ahead vectors that are initialised to slightly different values."""
     return PassDrafter.untrained(target, depth, rngs=nnx.Rngs(seed))
 
 
 def check_start(start: DraftSource, kind: str, target: Llama, depth: int, length: int, boost: int) -> None:
     """Raise an error unless training of `kind` can continue from `start` on sequences of `length` tokens."""
     if boost > 1:
-        raise ValueError(f"boost is {boost}, but start trains only that one drafter; omit boost or start.")
+        raise ValueError(f"boost is {boost}, but only one drafter can be trained from start; omit boost or start.")
     if not isinstance(start, _CLASSES[kind]):
         known = [f"kind={name!r}" for name, made in _CLASSES.items() if isinstance(start, made)]
         raise ValueError(

@@ -52,18 +52,18 @@ def _mean_of(divergence: Callable[[Array, Array], Array]) -> Loss:
 
 
 def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
-    """Return the divergence while the acceptance rate is low, and the rejection rate after that.
+    """Return a weighted mean of the divergence and the rejection rate.
 
-    The divergence has the stronger gradient while the acceptance rate is low.
+    The weight of the divergence is highest at low acceptance rates, at which it has the stronger gradient.
     """
     accepted = mean(covered_acceptance(log_p, log_q, covered))
     weight = lax.stop_gradient(jnp.exp(-_SLOPE * accepted))
     return weight * mean(covered * _kl(log_p, log_q)) + (1 - weight) * (1 - accepted)
 
 
-# Each is a function of p's and q's log-probabilities ``[..., D]`` over the draftable tokens, of those tokens' share
-# ``covered[...]`` of the target's whole distribution, and of a function that averages over the tokens to learn. It
-# returns a scalar.
+# Each loss is a function that returns a scalar. Its arguments are the log-probabilities ``[..., D]`` of p and of q over
+# the draftable tokens, the share ``covered[...]`` of the target's whole distribution that these tokens have, and a
+# function that averages over the tokens to learn.
 LOSSES: dict[str, Loss] = {
     "kl": _mean_of(_kl),
     "reverse-kl": _mean_of(_reverse_kl),

@@ -43,7 +43,7 @@ class TargetStates(NamedTuple):
 
 
 class DistributionStats(NamedTuple):
-    """Statistics of the target's distributions over all V tokens, to measure a drafter that drafts fewer tokens.
+    """Statistics of the target's distributions over all V tokens, for measuring a drafter that drafts only some tokens.
 
     Attributes:
         top_token: ``int32[B, S]``, the most likely token.

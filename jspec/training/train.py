@@ -30,13 +30,13 @@ from jspec.training.target_states import StoredStates, fingerprint
 
 _log = logging.getLogger("jspec")
 _WRITERS, _ANSWER = 192, 256  # the maximum number of chats in a batch, and of tokens in an answer
-_FEW_WRITERS, _SHORT = 16, 64  # the minimum number of chats in a batch, and roughly that of tokens in an answer
+_FEW_WRITERS, _SHORT = 16, 64  # the minimum number of chats in a batch, and a rough minimum of tokens in an answer
 _HEAT = (0.0, 1.0)  # temperatures of the answers; a drafter has to draft at both
 _HELD_OUT_ROWS = 64
 _ROUNDS = 1_000_000  # generation rounds per seed
 _WRITTEN = 500_000  # tokens that the target generates if there is no data
 _RECIPE = "recipe.json"
-PROMPTS = "prompts.json"  # held-out prompts to measure the drafter with; each leaves room for as many new tokens
+PROMPTS = "prompts.json"  # held-out prompts for measuring the drafter; each fills at most half the target's positions
 _PROMPTS, _TEXT_PROMPT = 8, 32
 _Row = TypeVar("_Row")
 
@@ -53,7 +53,7 @@ class Recipe:
         written_tokens: the number of answer tokens that the target generates for its own questions. None means 500,000
             without data, and 0 with data.
         draft_vocab: the number of most frequent tokens that an EAGLE head can draft; other kinds draft every token.
-        seed: the seed for the weights, the order and the text that the target generates.
+        seed: the seed for the initial weights, the order of the data and the text that the target generates.
         boost: the number of draft models to train, each on the tokens that earlier ones get wrong (kind "model").
     """
 
@@ -118,8 +118,8 @@ def train_drafter(
         folder: the folder for checkpoints, generated text and a log. An interrupted run resumes from this folder.
         start: a drafter of that kind to start from, instead of an untrained one. An EAGLE head keeps its set of
             draftable tokens.
-        store_states: compute the target's states once, and store them in `folder`. They take 2 bytes per number, for
-            F + 1 states of E numbers per token. Otherwise, every step recomputes the states.
+        store_states: whether to compute the target's states once and store them in `folder`. Otherwise, every step
+            recomputes the states. Each token has F + 1 states of E numbers, and a stored number takes 2 bytes.
         say: called with the number of every step, and with a `Progress` at every evaluation on held-out text.
         recipe: fields of `jspec.training.train.Recipe`, such as ``steps=2000``.
 
@@ -141,7 +141,7 @@ def train_drafter(
     dataset = _read_data(files := _files(data), tokenizer, chosen.length, max(0, positions - _ANSWER), about["target"])
     wanted = chosen.written_tokens or (0 if dataset else _WRITTEN)
     if wanted:
-        frame_of(tokenizer)  # raises before any work begins
+        frame_of(tokenizer)  # raises an error before any work begins
     questions = [row.tokens.tolist() for row in dataset if row.is_question]
     if dataset and not (wanted or questions):
         texts.divide(dataset)  # raises an error for too little data, before the folder records that data
@@ -164,7 +164,7 @@ def train_drafter(
 
 
 def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> Trainable | None:
-    """Return the drafter to start from, or None to start untrained. Raise an error if training cannot start from it."""
+    """Return the drafter to start from, or None for an untrained one. Raise an error if `start` does not fit."""
     if start is None:
         return check_kind(recipe.kind, target)
     start = unpacked(cast(Trainable, as_drafter(start)))
@@ -173,7 +173,7 @@ def _checked(start: Trainable | Llama | None, target: Llama, recipe: Recipe) -> 
 
 
 def _models_of(target: Llama, start: Trainable | None, store_states: bool) -> dict[str, str | None]:
-    """Return the description of its models that a run's folder records."""
+    """Return a description of a run's models, which the run's folder records."""
     return {
         "target": fingerprint(target),
         "start": None if start is None else fingerprint(start),
@@ -244,7 +244,7 @@ def _prompt(row: Row) -> list[int]:
 
 
 def _check_folder(folder: Path, recipe: Recipe, about: dict[str, str | None]) -> None:
-    """Record recipe, target and data in a new folder. Raise ValueError if an existing folder has different ones."""
+    """Record recipe, target and data in a new folder. Raise ValueError if an existing folder records others."""
     file, wanted = folder / _RECIPE, dataclasses.asdict(recipe) | about
     if not file.exists():
         texts.write_text(file, json.dumps(wanted, indent=1) + "\n")
@@ -264,7 +264,7 @@ class _Writing:
     """The text that the target generates, with one file per round. A round whose file exists is not generated again.
 
     Attributes:
-        rounds: the number of the next round, which determines its text together with the seed. If the data includes
+        rounds: the number of the next round. This number and the seed determine the round's text. If the data includes
             an earlier run, that run's rounds come first.
     """
 

@@ -42,18 +42,18 @@ def tune(
     max_nodes: int = 16,
     accept: str | Rule = "rejection",
 ) -> Tuning:
-    """Measure which chain or tree yields the most tokens per second on this device, or whether not to draft at all.
+    """Measure which chain or tree yields the most tokens per second on this device, and whether drafting pays off.
 
     Seconds per round are measured for plain decoding and a few K, and interpolated for other K. Tokens per round are
     ``E(K) = 1 + s_1 + ... + s_K``, in which s_k is the share of rounds that accepted all of the first k draft tokens.
     This does not assume independence; with ``s_k = alpha^k`` it is equation 1 of Leviathan et al. 2023. K = 0 stands
     for `generate`. The estimate ignores rows that end early and wait for other rows.
 
-    The function compiles plain decoding and K = 1, 2, 4, ..., `max_draft_tokens`. The programs then take turns to
-    decode up to 128 tokens each, five times or until 20 seconds have passed. Rows do not end at EOS. If `draft` can
-    branch and the rule verifies trees, programs with 1, 2, 4 and up to 16 draft tokens at a single position are timed
-    in the same way. These runs measure the cost of rows and the acceptance rate of each child rank. Finally, the best
-    chain and the three trees with the highest predicted speed take turns.
+    The function compiles programs for plain decoding and for K = 1, 2, 4, ..., `max_draft_tokens`. The programs then
+    take turns to decode up to 128 tokens each, five times or until 20 seconds have passed. Rows do not end at EOS. If
+    `draft` can branch and the rule verifies trees, programs with 1, 2, 4 and up to 16 draft tokens at a single position
+    are timed in the same way. These runs measure the cost of rows and the acceptance rate of each child rank. Finally,
+    the best chain and the three trees with the highest predicted speed take turns.
 
     Args:
         target, draft, tokens, lengths, keys, sampling: same as in `speculative_generate`. Pass values that resemble the

@@ -82,7 +82,7 @@ def _speedups(plain: float, seconds: Sequence[float], tokens: Sequence[float]) -
 
 
 def measure(run: Run, max_new_tokens: int, max_draft_tokens: int) -> Tuning:
-    """Time plain decoding and chains of these lengths: powers of two, the maximum, and the best according to these."""
+    """Time plain decoding and chains of these lengths: powers of two, the maximum, and the predicted best length."""
     costs, outs = in_turns(run, (0, *doubling(max_draft_tokens)), max_new_tokens)
     found = _between(costs, outs, max_draft_tokens)
     while (best := found.num_draft_tokens) not in costs:  # an interpolated length must be measured before it is chosen
@@ -113,7 +113,7 @@ def weighed(foreseen: float, outs: list[Output]) -> float:
     texts = {np.asarray(out.tokens).tobytes(): out for out in outs}  # all greedy trials have the same output
     rounds = max(1, sum(int(out.stats.rounds.sum()) for out in texts.values()))
     noise = max(float(((2 * depths - 1) * reached).sum() - reached.sum() ** 2), 0.0) / rounds
-    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction is also based on a count, over about as many rounds
+    doubt = (_TRUST * foreseen) ** 2 + noise  # the prediction is also based on a count, over a similar number of rounds
     return float(foreseen + (counted - foreseen) * doubt / (noise + doubt))
 
 

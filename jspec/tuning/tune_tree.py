@@ -1,10 +1,10 @@
-"""The choice of a tree that beats the best chain, proposed by predicted cost and yield and selected by measurement.
+"""The choice of a tree that is faster than the best chain, based first on predictions and then on measurements.
 
 A fan is a tree with several draft tokens for one position: two, four, and the allowed maximum. Runs with fans measure
 the acceptance rate of each child rank and the cost of rows. The trees with the highest predicted speed
 (`jspec.theory.best_tree`) then take turns with the best chain. A few hundred rounds measure a round's cost well but its
-yield poorly, so the luckiest of several trees would win. Therefore, a tree's yield is a weighted mean of count and
-prediction.
+yield poorly, so the luckiest of several trees would be chosen. Therefore, a tree's yield is a weighted mean of the
+counted and the predicted number of tokens.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Costs:
 
 
 def with_trees(run: Run, chains: Tuning, max_new_tokens: int, max_nodes: int, vocab_size: int) -> Tuning:
-    """Return `chains`. Add the best tree of at most `max_nodes` draft tokens if it is faster than every chain."""
+    """Return `chains`, plus the best tree of at most `max_nodes` draft tokens if it is faster than every chain."""
     rates, costs = fans(run, chains, max_new_tokens, min(max_nodes, vocab_size))
     trees = _candidates(rates, costs, max_nodes, len(chains.round_seconds))
     if not trees:

@@ -103,7 +103,7 @@ def test_interrupted_answer_stays_in_conversation(talk):
 
 def test_message_that_does_not_fit_is_not_recorded(talk):
     conversation = talk(length=64)
-    with pytest.raises(Exception, match="leaves no room for an answer in 64; shorten the message"):
+    with pytest.raises(Exception, match="leaves no room for an answer within the maximum of 64; shorten the message"):
         [*conversation.answer("x" * 100)]
     assert conversation._messages == [] and [*conversation.answer("Hello")]
 

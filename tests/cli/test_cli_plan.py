@@ -119,7 +119,7 @@ def test_plan_that_does_not_fit_is_an_error(run, folders):
 MISTAKES = {
     "unknown option": (["--temprature", 1], 2, "(see jspec plan --help)"),
     "unknown device": (["--device", "h1000"], 2, "'h1000' is not one of h200, h100, a100, l4, t4, v5e, v6e"),
-    "no device": ([], 1, "Plans do not support the device here, cpu; name one of h200"),
+    "no device": ([], 1, "Plans do not support the local device, cpu; name one of h200"),
     "no rows": (["--batch", 0], 2, "--batch"),
     "certain twice": (["--acceptance", 1.5], 2, "--acceptance"),
     "no number": (["--device", "t4", "--acceptance", "nan"], 2, "--acceptance"),

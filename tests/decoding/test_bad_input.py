@@ -57,7 +57,7 @@ CASES = [
     ("keys", [jax.random.PRNGKey(0), jax.random.key_data(KEYS), np.zeros((3, 2), np.uint32)], "be typed PRNG keys"),
     ("keys", [0, [0, 1, 2], None, np.arange(3), list(KEYS)], "must be typed PRNG keys"),
     ("keys", [KEYS[:2], KEYS[0], KEYS[None], jax.random.split(KEYS[0], (3, 2))], r"expected \(3,\), one key for each"),
-    ("keys", [jax.random.split(jax.random.key(0, impl="rbg"), B)], "draws for all rows from the first row's key"),
+    ("keys", [jax.random.split(jax.random.key(0, impl="rbg"), B)], "draws all rows from the first row's key"),
     # numbers that determine shapes
     ("max_new_tokens", [0, -3, 2.0, "8", None, True, np.float32(4), np.arange(2)], "Python int of at least 1"),
     ("num_draft_tokens", [0, -1, 1.5, "4", None, True, jnp.arange(2)], "Python int of at least 1"),

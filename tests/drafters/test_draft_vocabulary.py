@@ -227,8 +227,8 @@ def test_most_frequent_tokens_are_chosen():
         ({"tokens": [9]}, "range from 9 to 9, outside the vocabulary of 9"),
         ({"always": [9]}, "range from 9 to 9, outside the vocabulary of 9"),
         ({"count": 0}, "count must be an int of at least 1; got 0"),
-        ({"count": 10}, "count=10 must be from 0, the number of tokens in always, to 9"),
-        ({"count": 1, "always": [1, 2]}, "count=1 must be from 2, the number of tokens in always, to 9"),
+        ({"count": 10}, "count=10 must be at least 0, the number of tokens in always, and at most 9"),
+        ({"count": 1, "always": [1, 2]}, "count=1 must be at least 2, the number of tokens in always, and at most 9"),
     ],
 )
 def test_invalid_choices_of_tokens_are_rejected(change, message):

@@ -47,7 +47,7 @@ def test_local_device_is_recognised(monkeypatch, kind, name):
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "TPU v5"])
 def test_similar_device_is_not_confused(monkeypatch, kind):
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    with pytest.raises(ValueError, match=f"the device here, {kind}; .*h200, h100, .*measure here with `jspec tune`"):
+    with pytest.raises(ValueError, match=f"the local device, {kind}; .*h200, h100, .*local device with `jspec tune`"):
         jspec.plan(BIG, SMALL)
 
 

@@ -67,7 +67,7 @@ def test_question_without_room_for_answer_is_rejected(tmp_path):
     file.write_text("\n".join(asked))
     with pytest.raises(
         ValueError,
-        match=r"asked.jsonl, line 2 has a question of \d{4} tokens, .* after at most 3840; remove or shorten",
+        match=r"asked.jsonl, line 2 has a question of \d{4} tokens, .* after at most 3840 tokens; remove or shorten",
     ):
         jspec.train_drafter(TARGET, chatty(), data=file, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -30,7 +30,7 @@ def test_training_continues_from_drafter(tmp_path, kind):
     [
         (lambda: LONG, {}, "start is of type ModelDrafter, but kind is 'eagle'; use kind='model'"),
         (lambda: jspec.NGramDrafter(), {}, "NGramDrafter, but kind is 'eagle'; use one of type EagleDrafter"),
-        (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, but start trains only that one drafter"),
+        (lambda: LONG, {"kind": "model", "boost": 2}, "boost is 2, but only one drafter can be trained from start"),
         (
             lambda: jspec.HydraDrafter.untrained(LONG, 2, rngs=nnx.Rngs(0)),
             {"kind": "hydra"},

@@ -17,7 +17,7 @@ Pair = tuple[PyTree, PyTree]
 
 @pytree
 class PairDrafter(Drafter[Pair]):
-    """Two drafters or models with the same vocabulary. Each part receives the target's values that it requests."""
+    """Two drafters or models with the same vocabulary. Each part receives the values it requests from the target."""
 
     first: DraftSource
     second: DraftSource
@@ -59,7 +59,7 @@ class PairDrafter(Drafter[Pair]):
         return first, second
 
     def read(self, state: Pair, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> Pair:
-        """Prefill the next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the sequence's next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         first, second = (
             prefill_chunk(part, own, tokens, start, count, signals.for_part(self.features, features_of(part)))
             for part, own in zip(self.parts, state, strict=True)

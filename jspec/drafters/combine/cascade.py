@@ -74,7 +74,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return min(longest, self._small.max_positions or longest)
 
     def init(self, tokens: Array, num_slots: int, signals: PromptSignals = NO_SIGNALS) -> _Caches:
-        """Prefill both parts. Reserve slots for the tokens by which the last pass of `middle` may exceed the draft."""
+        """Prefill both parts. Reserve slots for the tokens that the last pass of `middle` may read past the draft."""
         num_slots = whole_tiles(num_slots + self.num_small_draft_tokens + 1)
         return prefill(self.middle, tokens, num_slots), self._small.init(tokens, num_slots, NO_SIGNALS)
 
@@ -87,7 +87,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return ModelDrafter(self.middle), self._small
 
     def read(self, state: _Caches, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Caches:
-        """Prefill the next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the sequence's next piece with both parts. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         middle, small = (
             prefill_chunk(part, own, tokens, start, count, NO_SIGNALS)
             for part, own in zip(self.parts, state, strict=True)
@@ -119,7 +119,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
     def commit(self, state: _Caches, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Caches:
-        """Return `state` unchanged: caches roll back with row lengths, and `small` was updated in the inner rounds."""
+        """Return `state` unchanged: row lengths determine the valid cache slots, and inner rounds updated `small`."""
         return state
 
     def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:

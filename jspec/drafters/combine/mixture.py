@@ -41,7 +41,7 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
     preferred.
 
     Attributes:
-        weight: w, a number between 0 and 1. It is traced, so changing it does not recompile.
+        weight: w, a number between 0 and 1. It is traced, so a new value causes no recompilation.
     """
 
     weight: ArrayLike
@@ -57,7 +57,7 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
                 )
         if isinstance(self.weight, numbers.Real | str):
             _check_weight(self.weight)
-            object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, one program
+            object.__setattr__(self, "weight", np.float32(self.weight))  # one dtype, so one compiled program
 
     @property
     def unrolled(self) -> bool:
@@ -66,7 +66,7 @@ class MixtureDrafter(PairDrafter, AutoregressiveDrafter[Pair, Pair]):
 
     @property
     def vocab_size(self) -> int | None:
-        """The vocabulary size. Same as in `PairDrafter`.
+        """The vocabulary size, as in `PairDrafter`.
 
         This property also checks the weight, because JAX may store any object in its place during pytree operations.
         """

@@ -130,7 +130,7 @@ class MultiDrafter(Drafter[_States]):
         )
 
     def read(self, state: _States, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _States:
-        """Prefill the next piece with all drafters. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the sequence's next piece with all drafters. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return tuple(
             prefill_chunk(part, own, tokens, start, count, signals.for_part(self.features, features_of(part)))
             for part, own in zip(self.parts, state, strict=True)
@@ -139,7 +139,7 @@ class MultiDrafter(Drafter[_States]):
     def propose(self, state: _States, context: Context, num_draft_tokens: int) -> tuple[Draft, _States]:
         """Draft with one drafter after another, each with its own noise.
 
-        All drafters but one may never have read the tokens that a round commits.
+        All drafters except one may lack the tokens that a round commits, because they never read these tokens.
         """
         length = self.num_draft_tokens
         context = dataclasses.replace(context, unread=context.unread + length - 1)
@@ -155,7 +155,9 @@ class MultiDrafter(Drafter[_States]):
         return Draft(tokens, probs, self.tree, valid), tuple(states)
 
     def commit(self, state: _States, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _States:
-        """Pass each drafter its own chain; the chain's tokens count as accepted as far as they match the accepted path.
+        """Pass each drafter its own chain.
+
+        The chain's tokens count as accepted up to the first one that differs from the accepted path.
 
         A drafter that reads the target's hidden states needs them for the whole sequence. Such a drafter receives the
         accepted path instead, whichever drafter proposed it.

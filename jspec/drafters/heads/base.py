@@ -1,4 +1,4 @@
-"""Base classes for drafters with trained heads on the target's last hidden state, beside the target's own head."""
+"""Base classes for drafters that add trained heads to the target. The heads read the target's last hidden state."""
 
 from typing import cast
 
@@ -21,7 +21,7 @@ class LastState:
 
     Attributes:
         hidden: ``[B, E]``, before the final norm.
-        known: ``bool[B]``; False before the first round of a one-token prompt, in which no token precedes the last one.
+        known: ``bool[B]``; False before the first round if the prompt has only one token, so no earlier state exists.
     """
 
     hidden: Array

@@ -1,4 +1,4 @@
-"""Blockwise parallel decoding: one layer after the target's last computes several states for the target's own head."""
+"""Blockwise parallel decoding: an additional layer computes several states for the target's own head."""
 
 from typing import ClassVar
 
@@ -43,7 +43,7 @@ class BlockwiseDrafter(ParallelHeadsDrafter, InOwnFiles):
     In the notation of Stern et al. 2018, "Blockwise Parallel Decoding", section 6, the target is p_1, which draws the
     next token. Head i is p_{i + 2}, which drafts the token i + 1 positions after that. As with every jspec drafter, any
     rule can verify the drafts. The pass that verifies a draft also computes the states for the next one (section 4,
-    which saves every other pass of section 3).
+    which halves the number of passes of section 3).
 
     Attributes:
         layer: a `BlockwiseLayer`.

@@ -44,8 +44,9 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
     """A drafter with an EAGLE head (`jspec.drafters.heads.eagle_module`) that was trained for this target.
 
     After every round, the head reads the accepted tokens again, with the target's own states in place of the states
-    that the head predicted (Li et al. 2024, section 3). Generation-1 weights are EAGLE on a static tree
-    (`jspec.TreeDrafter`), and EAGLE-2 on a dynamic tree (`jspec.DynamicTreeDrafter`). Generation-3 weights are EAGLE-3.
+    that the head predicted (Li et al. 2024, section 3). With generation-1 weights, the drafter is EAGLE on a static
+    tree (`jspec.TreeDrafter`), and EAGLE-2 on a dynamic tree (`jspec.DynamicTreeDrafter`). With generation-3 weights,
+    it is EAGLE-3.
 
     Attributes:
         head: a `jspec.drafters.heads.eagle_module.Eagle`.
@@ -79,12 +80,12 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
 
         Args:
             format: "speculators" (read by vLLM) or "sglang" for a generation-3 head; "eagle" for a generation-1 head.
-            own_head: whether to write the output head. False omits it, if it is a part of the target's output head. By
-                default it is written if the original files had an output head.
+            own_head: whether to write the output head. Pass False only if it is a part of the target's output
+                head. By default, it is written if the original files had an output head.
 
         Raises:
-            convert.CheckpointError: programs that read this layout would compute different results from the head's, or
-                `path` exists or cannot be written.
+            convert.CheckpointError: programs that read this layout would compute results that differ from the head's,
+                or `path` exists or cannot be written.
         """
         return eagle_weights.save(self._head, path, format, own_head)
 

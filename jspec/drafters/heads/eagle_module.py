@@ -2,8 +2,8 @@
 
 The layer reads each token's embedding together with the target's states at the previous token. The layer's output at a
 token therefore predicts the next token. The papers are Li et al. 2024, "EAGLE", section 3 (generation 1, whose weights
-EAGLE-2 also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The optional flags of
-generation 3 are those that published checkpoints use.
+EAGLE-2 also uses), and Li et al. 2025, "EAGLE-3", section 3 (generation 3). The optional flags of generation 3 are
+those that published checkpoints use.
 """
 
 import jax.numpy as jnp

@@ -85,7 +85,13 @@ class _Read:
 
 @pytree
 class _Drafting:
-    """The state within a draft: the adapter's cache, the first layers' cache of the draft alone, and its position."""
+    """The state within a draft.
+
+    Attributes:
+        cache: the adapter's cache.
+        own: the first layers' cache of the last token and the draft.
+        start: ``int32[B]``, the position of the first slot of `own`.
+    """
 
     cache: KVCache
     own: KVCache

@@ -38,7 +38,7 @@ def load(
     first = leaves["0.lm_head.weight"]
     for name, array in files.arrays(chosen):
         leaves.pop(name).set_value(jnp.asarray(array).T)
-    for name, leaf in leaves.items():  # missing in the files: biases, or output heads after the first
+    for name, leaf in leaves.items():  # missing from the files: biases, or output heads after the first
         leaf.set_value(jnp.zeros(leaf.shape, leaf.dtype) if name.endswith("bias") else first[...])
     return heads, files.origin if dtype is None else dataclasses.replace(files.origin, dtype=None)
 

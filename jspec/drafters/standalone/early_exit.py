@@ -91,7 +91,7 @@ def run_layers(
 ) -> tuple[Array, KVCache]:
     """Run some of the target's layers. Return the last layer's output ``[B, S, E]``, and the updated `own`.
 
-    `own` is a cache of the draft alone.
+    `own` is a cache that holds only tokens that the target has not read.
 
     Args:
         tokens: ``int32[B, S]``, which start at position ``at[B]`` (`jspec.Llama.forward`).

@@ -17,7 +17,7 @@ from jspec.drafters.drafts import one_hot_draft
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.ngram import NGramDrafter, trie
 
-# The number of n-grams that a row stores: as many as about 800 rounds add with a window of 5.
+# The number of n-grams that a row stores. With a window of 5, about 800 rounds add this many n-grams.
 _POOL = 4096
 
 
@@ -41,7 +41,7 @@ class _State:
 class LookaheadDrafter(NoPrefill[_State]):
     """A drafter without a model: it drafts the target's own predictions for positions beyond the end of the sequence.
 
-    In Fu et al. 2024, the pass that verifies also reads a window of tokens, N - 1 at each of the next W positions.
+    In Fu et al. 2024, the verification pass also reads a window of tokens, N - 1 at each of the next W positions.
     These are not draft tokens. They are the tokens that the target itself predicted in the last N - 1 rounds, at all
     positions at once (Jacobi iteration, section 3.1). The target's predictions after these tokens become the window's
     newest tokens. Each column of the window is an n-gram and is added to a pool (section 3.2).
@@ -79,7 +79,7 @@ class LookaheadDrafter(NoPrefill[_State]):
         return _State(window, jnp.full((len(tokens), rows, self.ngram), -1, jnp.int32))
 
     def propose(self, state: _State, context: Context, num_draft_tokens: int) -> tuple[Draft, _State]:
-        """Draft the continuations of the last token that are in the pool and the sequence, and add the window."""
+        """Draft the continuations of the last token from the pool and the sequence, and add the window."""
         tree, nodes = _layout(self)
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens, found = self._guesses(state.pool, last, context)
@@ -108,7 +108,7 @@ class LookaheadDrafter(NoPrefill[_State]):
     def commit(self, state: _State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _State:
         """Add the window's columns, with the predictions after them, to the pool, and advance the window.
 
-        The window advances by as many tokens as the sequence.
+        The window advances by as many tokens as the sequence does.
         """
         assert signals.top_tokens is not None, "the drafter has num_top_tokens"
         newest = signals.top_tokens[:, _layout(self)[1][-1], 0]

@@ -131,7 +131,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         return keep(state, start, path)
 
     def commit(self, state: KVCache, draft: Draft, verdict: Verdict, signals: TargetSignals) -> KVCache:
-        """Return `state` unchanged: the cache rolls back with the row's length."""
+        """Return `state` unchanged: the row's length determines which cache slots are valid."""
         return state
 
 
@@ -140,7 +140,7 @@ def as_drafter(draft: object) -> Drafter[PyTree]:
 
     Raises:
         TypeError: `draft` is a class.
-        ValueError: `draft` is the model of a drafter with a reduced vocabulary, whose logits need that drafter.
+        ValueError: `draft` is the model of a drafter with a reduced vocabulary, and works only within that drafter.
     """
     if isinstance(draft, type):
         raise TypeError(f"draft is the class {draft.__name__}; pass an instance of it, such as {draft.__name__}(...).")
@@ -153,7 +153,7 @@ def as_drafter(draft: object) -> Drafter[PyTree]:
 
 
 def positions(target: LanguageModel, draft: object) -> int:
-    """Return the largest number of tokens, prompt included, that a sequence may have."""
+    """Return the largest number of tokens that a sequence may have, including the prompt."""
     longest, limit = target.config.max_position_embeddings, declared(as_drafter(draft)).max_positions
     return longest if limit is None else min(longest, limit)
 

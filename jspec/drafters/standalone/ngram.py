@@ -19,9 +19,9 @@ from jspec.drafters.drafts import one_hot_draft
 class NGramDrafter(Stateless[tuple[()]]):
     """A drafter that finds the longest earlier match of the row's last tokens and copies the tokens after it.
 
-    If several matches are equally long, the most recent one is used. A match may run into the draft, so periodic text
-    is repeated indefinitely. A row without a match proposes nothing. The distribution of a copied token is one-hot, so
-    the token is accepted with probability p(x).
+    If several matches are equally long, the most recent one is used. The copy may continue with its own tokens, so
+    periodic text is repeated indefinitely. A row without a match proposes nothing. A copied token has a one-hot
+    distribution, so it is accepted with probability p(x).
 
     With a `tree`, the draft is a trie of the tokens after several matches. A node's children are the distinct next
     tokens of the matches that agree with its branch. They are ordered by match: the longest first, then the most

@@ -95,7 +95,7 @@ class RetrievalDrafter(AutoregressiveDrafter[tuple[()], Array]):
         return self._law(followed[:, :, 0]), followed[:, None]
 
     def extend(self, carry: Array, tokens: Array, level: Level, context: Context) -> tuple[Array, Array]:
-        """Rule out the matches that continued differently."""
+        """Rule out the matches that continue differently from the draft."""
         carry = level.of_parents(carry)
         agree = cast(Array, lax.dynamic_index_in_dim(carry, level.depth - 1, axis=3)) == tokens[:, :, None, None]
         carry = jnp.where(agree, carry, -1)

@@ -1,4 +1,4 @@
-"""A dynamic tree of draft tokens, which grows in each round where acceptance is most likely."""
+"""A dynamic tree of draft tokens, built anew in each round from the tokens that are most likely to be accepted."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.drafters.trees.static import as_branching
 from jspec.models.kv_cache import whole_tiles
 
-# The confidence that the target draws the same token as the draft. Both draw with the same noise, from distributions
-# that differ slightly. The value is not tuned; `python -m bench trees` measures trees with it.
+# How strongly the search expects the target to draw the same token as the draft. Both draw with the same noise, from
+# distributions that differ slightly. The value is not tuned; `python -m bench trees` measures trees with it.
 _SHARPNESS = 2.0
 
 _State = tuple[PyTree, Array, Array]
@@ -104,11 +104,11 @@ class DynamicTreeDrafter(WrapperDrafter[_State]):
         )
 
     def read(self, state: _State, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _State:
-        """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the sequence's next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return prefill_chunk(self.inner, state[0], tokens, start, count, signals), *state[1:]
 
     def propose(self, state: _State, context: Context, num_draft_tokens: int) -> tuple[Draft, _State]:
-        """Search, then draft the most likely of all nodes that the search found."""
+        """Search, then draft the `num_nodes` most likely nodes that the search found."""
         batch, width = context.lengths.size, self.width
         room = cast(Tree, DynamicTree(None, width * self.max_depth, self.max_depth))  # `begin` reads its size and depth
         logits, carry = self.inner.begin(state[0], context, room)

@@ -28,11 +28,11 @@ from jspec.drafters.standalone.model import as_drafter
 class TreeDrafter(WrapperDrafter[tuple[PyTree, Array]]):
     """A fixed-shape tree drafter that draws each node's children from the distribution of `draft` at that node.
 
-    Children are drawn one after another. Each is drawn from the distribution without its earlier siblings' tokens,
-    renormalised (without replacement: Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024,
-    Sequoia). If no probability remains, as in greedy decoding, the next child is the most likely of the other tokens,
-    with a one-hot distribution. Under the rule "coupled", all siblings are drawn with the target's own noise, so they
-    are the tokens that the target is most likely to draw.
+    Children are drawn one after another. Each is drawn without replacement: from the distribution without its earlier
+    siblings' tokens, renormalised (Jeon et al. 2024, Recursive Speculative Decoding; Chen et al. 2024, Sequoia). If no
+    probability remains, as in greedy decoding, the next child is the most likely of the other tokens, with a one-hot
+    distribution. Under the rule "coupled", all siblings are drawn with the target's own noise, so they are the tokens
+    that the target is most likely to draw.
 
     Attributes:
         draft: an `AutoregressiveDrafter`, or a model.
@@ -62,7 +62,7 @@ class TreeDrafter(WrapperDrafter[tuple[PyTree, Array]]):
     def read(
         self, state: tuple[PyTree, Array], tokens: Array, start: Array, count: Array, signals: PromptSignals
     ) -> tuple[PyTree, Array]:
-        """Prefill the next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
+        """Prefill the sequence's next piece with `draft`. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
         return prefill_chunk(self.inner, state[0], tokens, start, count, signals), state[1]
 
     def propose(

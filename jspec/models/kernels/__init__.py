@@ -5,11 +5,11 @@ A kernel is imported when a program that uses it is lowered, because importing P
 
 from typing import Any, TypeAlias
 
-# A reference to an array's part within a kernel, for which Pallas has no public type.
+# A reference to a part of an array within a kernel, for which Pallas has no public type.
 Ref: TypeAlias = Any
 
 # The limits on the arguments of `jspec.models.kernels.decode_attention.decode_attention`.
-MAX_TOKENS = 16  # per pass; tensor cores multiply at least this many, so tiles are padded to it
+MAX_TOKENS = 16  # per pass; tensor cores multiply at least this many rows, so tiles are padded to this size
 MAX_ROWS = 64  # queries per group; their sums are held in registers
 HEAD_SIZES = (64, 128)
 

@@ -22,9 +22,9 @@ from jax.typing import DTypeLike
 
 from jspec.models.kernels import MAX_TOKENS, Ref
 
-_BLOCK = 8192  # elements of keys, and of values, loaded at once; three of each fit into an L4's shared memory
-# The slots that make a share worth its combining launch (`python -m bench gpu --step constants`), and the programs that
-# fill a GPU, assumed until measured.
+_BLOCK = 8192  # elements in a block of keys or of values; three blocks of each fit into an L4's shared memory
+# The number of slots per share that makes up for the launch that combines the shares (`python -m bench gpu --step
+# constants`), and the assumed number of programs that keep a GPU busy.
 _SHARE = 128
 _PROGRAMS = 128
 _MAX_SHARES = 32
@@ -109,7 +109,7 @@ def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> di
 
 
 def _combine(sums: Array, highest: Array, weights: Array) -> Array:
-    """Combine the softmax of shares ``[N, ...]`` one by one. This is one XLA kernel; reductions are several."""
+    """Combine the softmax of shares ``[N, ...]`` one by one, as one XLA kernel. Reductions would be several."""
     top = functools.reduce(jnp.maximum, list(highest))
     scales = [jnp.exp(part - top) for part in highest]
     weight = functools.reduce(jnp.add, [scale * part for scale, part in zip(scales, weights, strict=True)])
@@ -237,7 +237,7 @@ def _read(q: list[Array], keys_ref: Ref, values_ref: Ref, filled: Array, block: 
 
 
 def _add(q: list[Array], k: list[Array], v: Array, seen: Array, sums: _Sums) -> _Sums:
-    """Add a tile of N tokens: `k` as halves ``[D / 2, N]``, ``v[N, D]``, and the mask of tokens each row sees."""
+    """Add a tile of N tokens: `k` as halves ``[D / 2, N]``, ``v[N, D]``, and the mask of what each row sees."""
     scores = sum(jnp.dot(a, b, preferred_element_type=jnp.float32) for a, b in zip(q, k, strict=True))
     scores = jnp.where(seen, scores / math.sqrt(v.shape[1]), _LOWEST)
     highest = jnp.maximum(sums.highest, jnp.max(scores, axis=1))

@@ -75,13 +75,14 @@ def _choose(
     deprecated since JAX 0.11. ``JSPEC_KERNELS=0`` in the environment turns off the kernels for GPUs. The kernel for
     CPUs needs a C++ compiler (`jspec.models.kernels.cpu.native`). XLA cannot divide a kernel. With several devices,
     XLA would gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. Derivatives
-    use `otherwise`, and so does `jax.vmap`, except for a batch of rows that a packed matrix multiplies.
+    use `otherwise`, and so does `jax.vmap`, except for a batch of rows that are multiplied by a packed matrix.
 
     Args:
         suits: whether the kernel supports the shapes and dtypes of the arguments.
-        otherwise: a function that does the same for any shape and dtype. It also distinguishes programs.
+        otherwise: a function that does the same for any shape and dtype. Different functions lead to different
+            programs.
     """
-    arguments = vary_like(arguments, arguments)  # a new cache varies in this way once it is written
+    arguments = vary_like(arguments, arguments)  # a new cache would otherwise vary only after the first write
     if not suits:
         return otherwise(*arguments, **options)
     leaves, tree = cast(tuple[list[Array], Hashable], jax.tree.flatten(arguments))
@@ -96,7 +97,7 @@ def _elsewhere(*leaves: Array, otherwise: Callable[..., Results], tree: Hashable
 def _attend_on_gpu(*arguments: PyTree, sizes: tuple[int, int, int]) -> tuple[Array, Array, Array]:
     from jspec.models.kernels.decode_attention import decode_attention
 
-    with jax.enable_x64(False):  # a kernel keeps the types it is written in
+    with jax.enable_x64(False):  # a kernel keeps the types that it was written for
         return decode_attention(*arguments, sizes=sizes)
 
 
@@ -185,7 +186,7 @@ def _batch(
 def _batch_product(
     arguments: Sequence[Array], axes: Sequence[int | None], **options: object
 ) -> tuple[tuple[Array, ...], tuple[int, ...]]:
-    """Multiply a batch of rows by one packed matrix as more rows, so that the matrix is not widened."""
+    """Multiply all rows of a batch by one packed matrix in a single product, so that the matrix is not widened."""
     x, tiles = arguments
     if axes[0] is None or axes[1] is not None:
         return _batch(arguments, axes, **options)

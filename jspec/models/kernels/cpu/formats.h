@@ -1,7 +1,7 @@
 // Formats of quantised weights: blocks of BLOCK values, in groups of GROUP values that share a scale.
 //
-// `codes<inner>` returns four codes of each column as unsigned bytes, for four consecutive k: the i-th four of the
-// group `group(outer, inner)`. A weight is scale * (code - OFFSET), or scale * code - minimum. A block stores each
+// `codes<inner>` returns, for each column, the codes for four consecutive k as unsigned bytes: the i-th four codes of
+// the group `group(outer, inner)`. A weight is scale * (code - OFFSET), or scale * code - minimum. A block stores each
 // field of GGUF's block for 16 columns side by side.
 
 #ifndef JSPEC_FORMATS_H_
@@ -25,7 +25,7 @@ struct Small {
   static int group(int, int) { return 0; }
   V scale(int) const { return scale_; }
   V minimum(int) const { return minimum_; }
-  // The 4-bit codes of a group: the low halves of 16 bytes, then the high ones.
+  // The 4-bit codes of a group: the low halves of 16 bytes, then their high halves.
   static U nibbles(const uint8_t* field, int i) { return (load(field + 64 * (i & 3)) >> (i & 4)) & LOW_HALVES; }
   // The fifth bits of four codes, each moved to bit 4 of its byte. Bit k of a word belongs to value k.
   static U fifth_bits(const uint8_t* field, int i) {

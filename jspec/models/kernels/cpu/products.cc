@@ -125,7 +125,7 @@ struct F16 {
 };
 
 // Does the same for 16-bit weights, stored as [K, 16] in each tile and widened to float32. Adding up sums of 32 terms
-// rounds less than one long sum.
+// causes smaller rounding errors than one long sum.
 template <class F, int R>
 void sixteen(const Product& p, int64_t r0, int64_t tile) {
   V total[R] = {};
@@ -155,7 +155,7 @@ constexpr int MOST = IS_FLOAT<F> || PLANES == 1 ? 8 : 6;
 constexpr int MOST = IS_FLOAT<F> ? 4 : 2;
 #endif
 
-// Computes all rows from r0 on, R at a time, and then the remaining rows in smaller groups.
+// Computes all rows from row r0 on, R at a time, and then the remaining rows in smaller groups.
 template <class F, int R>
 void rows(const Product& p, int64_t r0, int64_t tile) {
   for (; p.M - r0 >= R; r0 += R) {
@@ -180,7 +180,7 @@ void parallel(ffi::ThreadPool& pool, int64_t count, int64_t chunk, const Run& ru
     std::mutex mutex;
     std::condition_variable finished;
   };
-  // Shared, because a helper may start only after this call has returned. It then finds no chunk to run.
+  // Shared, because a helper may start after this call has returned. The helper then finds no chunk to run.
   auto state = std::make_shared<State>();
   auto work = [state, chunks, chunk, count, &run] {
     for (int64_t i; (i = state->next.fetch_add(1)) < chunks;) {

@@ -28,7 +28,7 @@ inline I spread(int32_t x) { return x - I{}; }
 inline V real(I x) { return __builtin_convertvector(x, V); }
 
 #if defined(__AVX512F__)
-// Rounds to the nearest integer, and halves to the even one.
+// Rounds to the nearest integer. Of two equally near integers, the even one is chosen.
 inline I nearest(V x) { return (I)_mm512_cvtps_epi32((__m512)x); }
 inline int32_t sum(I x) { return _mm512_reduce_add_epi32((__m512i)x); }
 inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -74,7 +74,8 @@ inline V halves(const uint8_t* p) {
 #endif
 #endif
 
-// Adds to each lane of sums the dot product of the lane's four unsigned codes and four signed bytes, the same for all.
+// Adds to each lane of sums the dot product of the lane's four unsigned codes and the four signed bytes, which are the
+// same for all lanes.
 inline I dot(I sums, U codes, uint32_t bytes) {
 #if defined(__AVX512VNNI__)
   return (I)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(bytes));
