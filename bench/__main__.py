@@ -23,6 +23,7 @@ from bench.options import (
     measured,
     need,
     one_sentence,
+    without_draft,
 )
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -268,6 +269,20 @@ def waits(
     from bench import waits
 
     waits.run(measured(long, pair, target, draft, None, output), long, repeats)
+
+
+@app.command()
+def quantization(
+    target: Target = None,
+    output: Output = None,
+    windows: Annotated[int, typer.Option("--texts", min=1, help="Held-out texts of each of two kinds.")] = 16,
+    repeats: Repeats = 15,
+) -> None:
+    """Measure how far int8 and int4 change a model's distribution on held-out Python, and what they save."""
+    from bench import quantization
+
+    with one_sentence():
+        quantization.run(without_draft(quantization.NEW_TOKENS, target, output), windows, repeats)
 
 
 @app.command()

@@ -110,7 +110,8 @@ def with_idle_neurons(model: jspec.Llama, count: int) -> jspec.Llama:
 def weight_bytes(model: jspec.Llama) -> int:
     """Return the bytes of weights that one pass reads. It reads only a few columns of an untied embedding.
 
-    The result is wrong for int8 on CPU, where XLA widens the weights before the loop and each pass reads float32.
+    The result is wrong for int8 on CPU unless it is packed: XLA widens the weights before the loop, so that each pass
+    reads float32.
     """
     unread = None if model.lm_head is None else model.embed_tokens
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - sum(leaf.nbytes for leaf in jax.tree.leaves(unread))

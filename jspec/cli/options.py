@@ -104,7 +104,8 @@ ActivationBits = Annotated[
     ),
 ]
 Quantize = Annotated[
-    str | None, choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8")
+    str | None,
+    choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8", "int4"),
 ]
 # Without a value, these options use the model's own default from its generation_config.json.
 _OWN_OR_0, _OWN_OR_1 = "the model's own, else 0", "the model's own, else 1"

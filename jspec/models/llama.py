@@ -72,10 +72,14 @@ class Llama(nnx.Module):
         config: the model's sizes and constants, from `convert.read_config`.
         dtype: the dtype of weights, activations and KV cache.
         rngs: the random source for initial weights, which follow Hugging Face's initialisation.
+
+    Attributes:
+        quantized: the kind to which `jspec.quantize` or `jspec.load` quantised the matrices; None if neither did.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config = config
+        self.quantized: str | None = None
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -205,8 +209,11 @@ def matrices(model: Llama) -> dict[str, Linear | Embed]:
 
 
 def set_packed(module: Linear | Embed, parts: list[PackedMatrix]) -> None:
-    """Store packed matrices in `module`, in place of its weight."""
-    del module.weight
+    """Store packed matrices in `module`, in place of its weight and scale, or of other packed matrices."""
+    if module.packed is None:
+        del module.weight
+    if module.scale is not None:
+        module.scale = nnx.static(None)
     module.packed = nnx.data(nnx.List(parts))
 
 

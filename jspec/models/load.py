@@ -24,7 +24,7 @@ from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import Llama, matrices, set_packed, widened
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix, widen
-from jspec.models.quantize import check_kind, pack
+from jspec.models.quantize import check_kind, packed_format, quantize_matrix
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
 
@@ -46,16 +46,17 @@ def load(
             dequantised while they are read.
         dtype: the dtype of activations, KV cache, and weights that are not packed. The default is float32 on CPU,
             bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16, such as a T4.
-        quantize: "int8" stores every matrix as int8 and never holds the whole model unquantised. See `quantize`. Norms,
-            biases, activations and KV cache keep `dtype`.
+        quantize: "int8" or "int4" quantises every matrix and never holds the whole model unquantised. See `quantize`.
+            Norms, biases, activations and KV cache keep `dtype`. "int4" needs packed weights.
         sharding: the placement of the weights: either one `jax.sharding.Sharding` for all weights, or a function that
             maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
             more than its own part. An int8 matrix's scales are placed with its columns.
         packed: True keeps matrices as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
-            float16. No weight changes. False widens matrices to `dtype`. By default, matrices are packed on a CPU with
-            AVX-512 VNNI if `dtype` is float32 and neither `quantize` nor `sharding` is given. Without a C++ compiler,
-            they are widened.
-        activation_bits: with 8 or 16, activations that multiply quantised GGUF weights are rounded, 32 at a time, to
+            float16. No weight changes. With `quantize`, matrices are stored in GGUF's blocks, too, so that a pass reads
+            only the quantised weights. False widens matrices to `dtype`, or stores int8 with one scale per column. By
+            default, matrices are packed on a CPU with AVX-512 VNNI if `dtype` is float32 and `sharding` is not given.
+            Without a C++ compiler, they are not.
+        activation_bits: with 8 or 16, activations that multiply packed quantised weights are rounded, 32 at a time, to
             integers of that size. Passes over several rows are then faster. Rounding changes the model: every decoding
             function uses the distribution of the rounded model. It implies `packed`.
 
@@ -65,9 +66,10 @@ def load(
     Raises:
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
-        ValueError: `packed` is True on a device other than a CPU, or with `quantize` or `sharding`; `activation_bits`
-            is unknown or has no effect; `quantize` is unknown; a weight is not finite and so cannot be quantised;
-            `sharding` cannot divide a weight; or the dtype is float16 and activations exceed 60,000 on a probe prompt.
+        ValueError: `packed` is True on a device other than a CPU, or with `sharding`; `activation_bits` is unknown or
+            has no effect; `quantize` is unknown, or is "int4" and weights are not packed; a matrix has a size that the
+            packed form does not support; a weight is not finite and so cannot be quantised; `sharding` cannot divide a
+            weight; or the dtype is float16 and activations exceed 60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
     if quantize is not None:
@@ -78,32 +80,32 @@ def load(
     if activation_bits not in ACTIVATION_BITS:
         raise ValueError(f"activation_bits is {activation_bits!r}; expected 8, 16 or 24.")
     packed = True if packed is None and activation_bits < 24 else packed
-    if _is_packed(packed, dtype, quantize, sharding):
-        config, _, arrays = stream_packed(source, dtype)
+    is_packed = _is_packed(packed, dtype, sharding)
+    config, _, arrays = stream_packed(source, dtype) if is_packed else stream(source, dtype, None)
+    if quantize is None:
+        model = from_arrays(config, arrays, dtype, sharding, activation_bits)
     else:
-        config, _, arrays = stream(source, dtype, None)
-    model = from_arrays(config, arrays, dtype, quantize, sharding, activation_bits)
+        format = packed_format(quantize, config, packed, is_packed, activation_bits)
+        model = from_arrays(config, arrays, dtype, sharding, activation_bits, (quantize, format))
     if activation_bits < 24 and not _rounds_activations(model):
         raise ValueError(
-            f"activation_bits={activation_bits} has no effect on {source}, because it applies only to quantised GGUF "
-            "weights that stay packed; leave it out."
+            f"activation_bits={activation_bits} has no effect on {source}, because it applies only to quantised "
+            "weights that are packed; leave it out."
         )
     if dtype == jnp.float16:
         check_fits_float16(model)
     return model
 
 
-def _is_packed(packed: bool | None, dtype: jnp.dtype, quantize: str | None, sharding: Placement | None) -> bool:
+def _is_packed(packed: bool | None, dtype: jnp.dtype, sharding: Placement | None) -> bool:
     """Return whether to load packed matrices. See `load`."""
-    on_cpu, as_stored = jax.default_backend() == "cpu", quantize is None and sharding is None
+    on_cpu = jax.default_backend() == "cpu"
     if packed and not on_cpu:
         raise ValueError("Packed matrices are only supported on CPU; leave out packed=True and activation_bits.")
-    if packed and not as_stored:
-        raise ValueError(
-            "Packed matrices can be neither quantised nor sharded; leave out packed=True and activation_bits."
-        )
+    if packed and sharding is not None:
+        raise ValueError("Packed matrices cannot be sharded; leave out packed=True and activation_bits.")
     if packed is None:
-        return on_cpu and as_stored and dtype == jnp.float32 and native.is_default()
+        return on_cpu and sharding is None and dtype == jnp.float32 and native.is_default()
     return packed
 
 
@@ -132,46 +134,60 @@ def from_arrays(
     config: LlamaConfig,
     arrays: Iterable[tuple[str, ArrayLike | StoredParts]],
     dtype: jnp.dtype,
-    quantize: str | None = None,
     sharding: Placement | None = None,
     activation_bits: int = 24,
+    quantized: tuple[str, str | None] | None = None,
 ) -> Llama:
     """Return a `Llama` built from `config` and (name, array) pairs, named and shaped as in `convert`.
 
-    Arrays are moved to their devices one by one, and quantised if `quantize` is given. Matrices are ``[out, in]`` in
-    `convert` and ``[in, out]`` in the model (see `jspec.models.layers`), unless they are packed. Packed matrices are
-    widened if there is no native kernel for their format, unless activations are rounded.
+    Arrays are moved to their devices one by one. Matrices are ``[out, in]`` in `convert` and ``[in, out]`` in the model
+    (see `jspec.models.layers`), unless they are packed. Packed matrices are widened if there is no native kernel for
+    their format, unless activations are rounded.
+
+    Args:
+        quantized: the kind to which to quantise matrices, and its `packed_format`.
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
     leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
     owners = matrices(model)
     for name, array in arrays:
         leaf = leaves.pop(name)
-        if isinstance(array, tuple):
-            parts = [
-                PackedMatrix(jax.device_put(part.tiles), part.format, part.shape, activation_bits) for part in array
-            ]
-            have_kernels = all([native.register(part.kernel) for part in parts])
-            if have_kernels or any(part.activation_bits < 24 for part in parts):
-                set_packed(owners[name], parts)
-            else:
-                leaf.set_value(widen(parts).T.astype(dtype))
-            continue
-        value = jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
-        if quantize is not None and name in owners:
-            pack(owners[name], value, name)
+        source = _parts(array, activation_bits) if isinstance(array, tuple) else _placed(name, array, dtype, sharding)
+        if quantized is not None and name in owners:
+            quantize_matrix(owners[name], source, quantized[1], activation_bits, name)
+        elif not isinstance(source, list):
+            leaf.set_value(source)
+        elif _stay_packed(source):
+            set_packed(owners[name], source)
         else:
-            leaf.set_value(value)
+            leaf.set_value(widen(source).T.astype(dtype))
     if leaves:
         raise ValueError(f"arrays lacks {sorted(leaves)[0]}; expected every name of convert.shapes(config).")
+    model.quantized = None if quantized is None else quantized[0]
     lay_out(model)
     return model
 
 
+def _parts(stored: StoredParts, activation_bits: int) -> list[PackedMatrix]:
+    return [PackedMatrix(jax.device_put(part.tiles), part.format, part.shape, activation_bits) for part in stored]
+
+
+def _placed(name: str, array: ArrayLike, dtype: jnp.dtype, sharding: Placement | None) -> Array:
+    """Return `array` on its devices, transposed."""
+    return jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
+
+
+def _stay_packed(parts: list[PackedMatrix]) -> bool:
+    have_kernels = all([native.register(part.kernel) for part in parts])
+    return have_kernels or any(part.activation_bits < 24 for part in parts)
+
+
 def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) -> Path:
     """Save a model. See `jspec.ModelDrafter.save`."""
-    if model.embed_tokens.scale is not None:
-        raise ValueError("The model is int8 and cannot be saved; load it without quantize, and save that model.")
+    if model.quantized is not None:
+        raise ValueError(
+            f"The model is {model.quantized} and cannot be saved; load it without quantize, and save that model."
+        )
     model = widened(model)
     state = cast(_Leaves, nnx.to_flat_state(nnx.state(model)))
     arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}

@@ -73,7 +73,7 @@ class PackedMatrix(nnx.Module):
         rows = jnp.asarray(rows, jnp.int32)
         fields = self._stored(jnp.pad(rows, (0, -rows.size % LANES)))
         shape = (rows.size, self.in_size)
-        return PackedMatrix(_tiled(fields, self.format), self.format, shape, self.activation_bits)
+        return PackedMatrix(tiled(fields, self.format), self.format, shape, self.activation_bits)
 
     def _stored(self, rows: Array) -> dict[str, Array]:
         """Return the fields ``uint8[D, blocks, nbytes]`` of the outputs ``rows[D]``."""
@@ -154,7 +154,7 @@ def _fields(tiles: Array, format: str) -> dict[str, Array]:
     return fields
 
 
-def _tiled(fields: dict[str, Array], format: str) -> Array:
+def tiled(fields: dict[str, Array], format: str) -> Array:
     """Return the tiles of rows whose fields are ``uint8[16 T, blocks, nbytes]``, the inverse of `_fields`."""
     parts: list[Array] = []
     for field in FORMATS[format].fields:

@@ -16,7 +16,6 @@ from jspec import theory
 from jspec.core.devices import Device, find
 from jspec.core.types import check_counts, same_but_for_padding
 from jspec.models.llama import Llama
-from jspec.models.quantize import check_kind
 from jspec.planning.memory import Footprint, Weights
 from jspec.planning.roofline import Load
 
@@ -111,7 +110,7 @@ def plan(
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
             configuration is read or downloaded. A model's int8 matrices and reduced head count as such.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
-            Weights and cache have the device's dtype.
+            Weights and cache have the device's dtype, even if a model's weights are packed in int4 or in GGUF's blocks.
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
@@ -126,8 +125,8 @@ def plan(
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
-    if quantize is not None:
-        check_kind(quantize)
+    if quantize not in (None, "int8"):
+        raise ValueError(f'quantize={quantize!r} is not supported; use "int8", or None to plan the draft as it is.')
     target_weights, draft_weights = (_weights(source, found) for source in (target, draft))
     limit = _check_models(target_weights.config, draft_weights.config)
     length = min(_LENGTH, limit) if length is None else length
@@ -191,7 +190,7 @@ def _weights(source: object, device: Device) -> Weights:
     itemsize = dtypes.parse(device.dtype).itemsize
     if isinstance(source, Llama):
         num_outputs = None if source.lm_head is None else source.lm_head.num_tokens
-        return Weights(source.config, itemsize, source.embed_tokens.scale is not None, num_outputs)
+        return Weights(source.config, itemsize, source.quantized == "int8", num_outputs)
     if isinstance(source, str | Path):
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):

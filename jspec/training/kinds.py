@@ -131,8 +131,8 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
             "The drafter has a reduced vocabulary and cannot be trained; train the original model, and reduce its "
             "vocabulary afterwards."
         )
-    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(drafter)):
-        raise ValueError("The drafter is int8 and cannot be trained; load it without quantising.")
+    if isinstance(drafter, ModelDrafter) and drafter.model.quantized is not None:
+        raise ValueError(f"The drafter is {drafter.model.quantized} and cannot be trained; load it without quantising.")
     length = {} if own_tree(drafter) else {"num_draft_tokens": depth}
     decode = functools.partial(speculative_generate, max_new_tokens=1, **length)
     prompt, keys = (
@@ -196,10 +196,10 @@ def check_start(start: DraftSource, kind: str, target: Llama, depth: int, length
 
 def check_kind(kind: str, target: Llama) -> None:
     """Raise ValueError unless `kind` can be trained for `target`."""
-    if kind == "model" and target.embed_tokens.scale is not None:
+    if kind == "model" and target.quantized is not None:
         raise ValueError(
-            "A draft model starts from layers of the target, but the target's layers are int8; load it without "
-            "quantising."
+            f"A draft model starts from layers of the target, but the target's layers are {target.quantized}; load it "
+            "without quantising."
         )
 
 

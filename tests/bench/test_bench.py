@@ -189,6 +189,7 @@ def test_gap_without_difference_in_rounds_is_rejected():
 
 def test_roofline_of_int8_weights_is_rejected_on_cpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("JSPEC_NATIVE", "0")
     with pytest.raises(ValueError, match="widens them to float32"):
         roofline.run("bundled:int8", 1, [1], 64, 1)
 

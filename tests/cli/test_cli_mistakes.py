@@ -21,7 +21,7 @@ MISTAKES = {
     "rule of no draft": (["x", "--draft", "none", "--accept", "block"], 2, "leave out --accept"),
     "unknown rule": (["x", "--accept", "lossy"], 2, "'lossy' is not one of rejection, block, coupled"),
     "unknown dtype": (["x", "--dtype", "int4"], 2, "'int4' is not one of float32"),
-    "unknown rounding": (["x", "--quantize", "int4"], 2, "'int4' is not one of int8"),
+    "unknown rounding": (["x", "--quantize", "int3"], 2, "'int3' is not one of int8, int4"),
     "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is not an exit; write exit:N"),
     "no exit to be found": (
         ["x", "--target", "TARGET", "--draft", "exit"],

@@ -1,4 +1,4 @@
-"""int8 weights: rounding, the forward pass, loading, and the output distribution with an int8 draft or target."""
+"""int8 weights with a scale per column: rounding, passes, loading, and the output distribution with int8 models."""
 
 import gc
 
@@ -12,6 +12,7 @@ import convert
 import jspec
 from jspec.bundled import PAIR
 from jspec.models import load as weights
+from jspec.models import quantize
 from jspec.models.layers import Linear
 from jspec.models.quantize import matrices
 from support import law, oracle, toys
@@ -125,7 +126,7 @@ def test_activations_and_cache_keep_the_dtype(toy, dtype, report):
 def test_float16_does_not_overflow_before_the_scale():
     layer = Linear(512, 3, False, jnp.dtype("float16"), nnx.Rngs(0))
     layer.weight.set_value(jnp.full((512, 3), 0.02, jnp.float16))
-    weights.pack(layer, layer.weight[...], "weight")
+    quantize.pack(layer, layer.weight[...], "weight")
     y = layer(jnp.full((1, 2, 512), 10, jnp.float16))
     assert y.dtype == np.float16
     np.testing.assert_allclose(np.asarray(y, np.float32), 102.4, rtol=1e-3)
@@ -217,7 +218,7 @@ def test_int8_loading_needs_quarter_memory_and_no_full_model(tmp_path, monkeypat
 
     stream = weights.stream
     monkeypatch.setattr(weights, "stream", watched)
-    quantised = jspec.load(source, "float32", quantize="int8")
+    quantised = jspec.load(source, "float32", quantize="int8", packed=False)
     assert {module.weight.dtype for module in matrices(quantised).values()} == {jnp.dtype("int8")}
     size, largest = sum(leaf.nbytes for leaf in jax.tree.leaves(quantised)), 4 * 2048 * 256
     report(of_float32=f"{size / full:.1%}", peak_above_it=f"{(max(live) - size) / largest:.2f} of the largest array")
@@ -228,7 +229,7 @@ def test_int8_loading_needs_quarter_memory_and_no_full_model(tmp_path, monkeypat
 
 @pytest.mark.parametrize("kind", ["int3", "", "INT8", 8, True, jnp.int8])
 def test_unsupported_kinds_are_rejected(tmp_path, toy, kind):
-    with pytest.raises(ValueError, match=r'^quantize=.* is not supported; use "int8", or None .*\.$'):
+    with pytest.raises(ValueError, match=r'^quantize=.* is not supported; use "int8" or "int4", or None .*\.$'):
         jspec.load(tmp_path / "nothing here", quantize=kind)
     with pytest.raises(ValueError, match="is not supported"):
         jspec.quantize(toy(0), kind)

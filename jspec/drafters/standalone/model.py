@@ -45,7 +45,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         falls by at most the target's probability of the other tokens. `jspec.drafters.frequent_tokens` chooses tokens.
 
         Args:
-            model: the draft model, packed or not. To draft in int8, quantise it first.
+            model: the draft model, packed or not. To draft in int8 or int4, quantise it first.
             tokens: the distinct token ids ``int[D]`` that can be drafted. Without the EOS ids, the drafter never
                 drafts the end of a text.
 
@@ -78,7 +78,7 @@ class ModelDrafter(AutoregressiveDrafter[KVCache, KVCache]):
         Raises:
             convert.CheckpointError: `path` exists or cannot be written, or no config.json can describe the model
                 (Qwen2).
-            ValueError: the model is int8, or its vocabulary is reduced.
+            ValueError: the model was quantised by jspec, or its vocabulary is reduced.
         """
         if self.draft_ids is not None:
             raise ValueError(
