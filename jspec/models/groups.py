@@ -20,7 +20,7 @@ from jspec.models.packed import PackedMatrix, tiled
 
 GROUP = 32
 _STEPS = {"Q8_0": 127.0, "Q4_1": 15.0}  # from 0 or the minimum to the largest value
-_CHUNK = 1 << 22  # the number of weights that are float32 at the same time, about
+_CHUNK = 1 << 22  # about the number of weights that are float32 at the same time
 
 
 def quantized_part(part: PackedMatrix, format: str, bits: int, name: str) -> PackedMatrix:
