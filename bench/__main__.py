@@ -49,7 +49,7 @@ def latency(
     temperature: Temperature = 0.0,
     repeats: Repeats = 10,
     acceptance: Acceptance = None,
-    rivals: Annotated[bool, typer.Option(help="Also transformers, if torch is installed.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Also measure transformers, if torch is installed.")] = True,
 ) -> None:
     """Measure tokens per second of whole calls: plain, speculative for each K, and transformers, plain and assisted."""
     from bench import latency
@@ -123,13 +123,13 @@ def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
 @app.command()
 def llamacpp(
     pair: Pair = "109m",
-    file: Annotated[Path | None, typer.Option("--file", help="GGUF file, instead of a pair.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="GGUF file to use instead of a pair.")] = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="GGUF file of a draft model.")] = None,
     bits: Annotated[int, typer.Option("--activation-bits", help="Bits per activation, with --file: 8, 16 or 24.")] = 24,
     k: Lengths = [1, 4, 7],  # noqa: B006
     repeats: Repeats = 15,
 ) -> None:
-    """Compare passes of the target and greedy decoding with llama.cpp; needs llama-cpp-python."""
+    """Compare the target's passes and greedy decoding with those of llama.cpp. Needs llama-cpp-python."""
     from bench import llamacpp
 
     llamacpp.run(pair if file is None else file, draft, k, repeats, bits)
@@ -137,12 +137,15 @@ def llamacpp(
 
 @app.command()
 def against(
-    base: Annotated[Path, typer.Argument(metavar="CHECKOUT", exists=True, file_okay=False, help="Such as a worktree.")],
+    base: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKOUT", exists=True, file_okay=False, help="Other checkout, such as a worktree."),
+    ],
     pair: Pair = "bundled",
     batch: Annotated[list[int], typer.Option("--batch", min=1, help="May be repeated.")] = [1, 8],  # noqa: B006
     repeats: Repeats = 20,
 ) -> None:
-    """Compare this checkout's speed and output with another's, in turns: plain, draft model, prompt lookup."""
+    """Compare this checkout's speed and output with another's: plain decoding, a draft model and prompt lookup."""
     from bench import against
 
     against.run(base, pair, batch, repeats)
@@ -181,7 +184,7 @@ def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
 
 @app.command()
 def compiled(
-    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e or v6e; may be absent.")],
+    device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e or v6e; it may be absent.")],
     pair: Annotated[str, typer.Option("--pair", help="109m, or two Llama shapes as TARGET/DRAFT, as in roofline.")] = (
         "llama-3.2-3b/llama-3.2-1b"
     ),
@@ -189,7 +192,7 @@ def compiled(
     k: Length = 4,
     width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,
     new_tokens: NewTokens = 384,
-    count: Annotated[int, typer.Option("--devices", min=1, help="Devices to shard over.")] = 1,
+    count: Annotated[int, typer.Option("--devices", min=1, help="Number of devices to shard over.")] = 1,
     output: Output = None,
 ) -> None:
     """Compile a program for an absent device, and show its kernels, bytes, memory and predicted time."""
@@ -217,7 +220,7 @@ def engine(
     temperature: Temperature = 1.0,
     repeats: Repeats = 5,
 ) -> None:
-    """Measure an engine's tokens per second by number of requests: fixed draft lengths, its own choice, one program."""
+    """Compare an engine's choice of draft length with fixed lengths and with one program, by number of requests."""
     from bench import engine
 
     subject = measured(new_tokens, pair, target, draft, prompts, output)
@@ -238,7 +241,7 @@ def serve(
     first: Annotated[float, typer.Option("--first-ms", min=1, help="Limit for a good answer's first token.")] = 500.0,
     each: Annotated[float, typer.Option("--token-ms", min=0.1, help="Limit for each later token.")] = 50.0,
     cost_ratio: Annotated[
-        float, typer.Option("--cost-ratio", min=0, help="As printed by `gap` (bundled pair).")
+        float, typer.Option("--cost-ratio", min=0, help="As printed by `gap`; the default is the bundled pair's.")
     ] = 0.21,
     repeats: Repeats = 3,
 ) -> None:
@@ -265,7 +268,7 @@ def waits(
     long: Annotated[int, typer.Option("--prompt-tokens", min=16, help="Length of the long prompt.")] = 900,
     repeats: Repeats = 7,
 ) -> None:
-    """Measure first-token latency with and without a draft, and the delays between three streams and a long prompt."""
+    """Measure first-token latency with and without a draft, and the mutual delay of three streams and a long prompt."""
     from bench import waits
 
     waits.run(measured(long, pair, target, draft, None, output), long, repeats)
@@ -287,7 +290,7 @@ def quantization(
 
 @app.command()
 def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.0, output: Output = None) -> None:
-    """Send random grammars, valid and hostile, to `jspec serve` alongside four streams: crashes, waits and memory."""
+    """Send valid and hostile random grammars to `jspec serve` beside four streams. Report crashes, waits and memory."""
     from bench import grammars
 
     grammars.run(minutes, output)
@@ -295,10 +298,10 @@ def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.
 
 @app.command()
 def interrupts(
-    count: Annotated[int, typer.Option("--count", min=1, help="Signals; they cycle through the phases.")] = 20,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of signals; they cycle through phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Seed for the random moments.")] = 0,
 ) -> None:
-    """Press Ctrl-C while the command loads, compiles, decodes and tunes: exit status, and seconds until the exit."""
+    """Press Ctrl-C while the command loads, compiles, decodes or tunes, and report its exit status and exit time."""
     from bench import interrupts
 
     interrupts.run(count, seed)

@@ -80,7 +80,7 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
 
 
 def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
-    """Return ``(target, draft)`` as shapes, by the name in `configs`. Both configurations get `changes`."""
+    """Return ``(target, draft)`` as shapes, for a name that `configs` accepts. `changes` apply to both configs."""
     target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
     return model(target, dtype), model(draft, dtype, name.endswith(":int8"))
 
@@ -90,7 +90,7 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
 
     Args:
         target, draft: models of shapes or of numbers. `draft` may also be a drafter or None.
-        found: devices, from `bench.devices.topology`. Matrices are sharded over several devices. None means JAX's own.
+        found: devices, from `bench.devices.topology`; None means JAX's own. Several devices share the matrices.
     """
     batch, length = setting.batch, as_draft_length(setting.draft_length)
     prompts = jax.eval_shape(

@@ -41,7 +41,7 @@ def run(subject: Subject, batch: int, k: int, new_tokens: int, temperatures: lis
         rows,
         plots.acceptance,
         notes=[
-            "after n: share of drafts accepted at position n + 1 of those whose n predecessors were accepted."
+            "after n: of the drafts whose first n tokens were accepted, the share in which token n + 1 was accepted."
             " theory: tokens per round if acceptance were independent (Leviathan et al. 2023, equation 1)."
         ],
         folder=subject.folder,

@@ -1,4 +1,4 @@
-"""A comparison of this checkout with another, such as the previous commit: times of whole calls, and their outputs."""
+"""Compare the times and outputs of whole calls in this checkout and in another, such as the previous commit."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A check that greedy text matches that of transformers with every kind of drafter, in chats with a real model."""
+"""Check that greedy text with every kind of drafter matches that of transformers, in chats with a real model."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Tokens per second of a real model's answers to four kinds of question: jspec, transformers, llama.cpp, in turns."""
+"""Tokens per second of a real model's answers to four kinds of question, in jspec, transformers and llama.cpp."""
 
 import functools
 import importlib.util
@@ -132,12 +132,12 @@ def run(
         rows,
         plots.answers,
         notes=[
-            f"Medians of {repeats} calls in turns, prompts included, answers up to their EOS. x: speed over that of"
-            " another program; from and to: quartiles of x plain. same texts: the number of texts that equal those of"
-            " jspec's plain decoding; sampled texts may differ.",
+            f"Medians of {repeats} calls in turns. Times include the prompt, and answers end at EOS. x: speed over that"
+            " of another program; from and to: quartiles of x plain. same texts: the number of texts that equal those"
+            " of jspec's plain decoding; sampled texts may differ.",
             f"Prompt lookup drafts at most {k} tokens. In transformers, it supports only one row, and llama.cpp is"
-            " measured with one row. If a head follows, which drafts while it is confident, prompt lookup matches"
-            f" 3 or 2 tokens.{missing}",
+            " measured with one row. In 'lookup, else head', prompt lookup matches 3 or 2 tokens, and the head drafts"
+            f" while it is confident.{missing}",
         ],
         folder=subject.folder,
     )

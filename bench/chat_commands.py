@@ -35,7 +35,7 @@ def agreement(
     k: Length = 4,
     new_tokens: NewTokens = 128,
 ) -> None:
-    """Compare greedy answers of a real model with every drafter to those of transformers; needs torch."""
+    """Check that a real model's greedy answers with every drafter match those of transformers. Needs torch."""
     _need_torch()
     from bench import agreement
 
@@ -79,7 +79,7 @@ def answers(
     held_out: HeldOut = None,
     twins: Annotated[
         bool,
-        typer.Option("--transformers", help="With --pair: also measure greedy decoding of transformers in float32."),
+        typer.Option("--transformers", help="With --pair: also measure transformers' greedy decoding in float32."),
     ] = False,
     tune: Annotated[
         bool, typer.Option("--tune", help="With --pair: also measure the length that tune chooses.")

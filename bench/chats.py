@@ -37,7 +37,9 @@ def rows(tokenizer: Any, kind: str, count: int) -> list[np.ndarray]:
 
 
 def by_kind(tokenizer: Any, count: int, folder: Path | None) -> dict[str, list[np.ndarray]]:
-    """Return kind -> the token ids of `count` questions of the four kinds, or held out by the training run in `folder`.
+    """Return kind -> the token ids of `count` questions.
+
+    If `folder` is given, the only kind is "held out": the questions that the training run in `folder` held out.
 
     Raises:
         ValueError: the training run holds out fewer than `count` questions, or `folder` has no text.
@@ -57,7 +59,7 @@ def _held_out(folder: Path, count: int) -> list[np.ndarray]:
 
 
 def requests(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[Request]:
-    """Return `asked` in requests of `batch` rows, each padded to the width that `jspec.complete` uses."""
+    """Return `asked` as requests of `batch` rows, each padded to the width that `jspec.complete` uses."""
     found = [encode(tokenizer, asked[i : i + batch]) for i in range(0, len(asked), batch)]
     return [(one.tokens, one.lengths, jax.random.split(jax.random.key(0), one.lengths.size)) for one in found]
 

@@ -70,8 +70,8 @@ class Run:
 def find(target: str | None = None, draft: str | None = None) -> tuple[str, str]:
     """Return the sources of the pair: `target` and `draft` if given, or else local files.
 
-    Local files are searched for in the folder that JSPEC_MODELS names, or without it in ~/.cache/jspec-models. The
-    Hugging Face cache is searched next.
+    Local files are looked up in the folder that JSPEC_MODELS names (by default ~/.cache/jspec-models), then in the
+    Hugging Face cache.
 
     Raises:
         FileNotFoundError: a file is not on this machine.
@@ -104,7 +104,7 @@ def measure(subject: Subject, source: str, run: Run, small: jspec.ModelDrafter |
 
     Args:
         source: the source of the target.
-        small: the draft model with a reduced vocabulary, to be measured, too.
+        small: the draft model with a reduced vocabulary, which is also measured.
     """
     questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
@@ -137,7 +137,7 @@ def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
     vocab_size = vocab_size_of("--draft", subject.draft)
     ends = len(chats.ends(subject))
     if not ends <= count <= vocab_size:
-        raise ValueError(f"--draft-vocabulary {count} is not from {ends} to {vocab_size}; pass a number in this range.")
+        raise ValueError(f"--draft-vocabulary {count} is out of range; pass a number from {ends} to {vocab_size}.")
     tokens = frequent_tokens(counted, count, vocab_size, always=chats.ends(subject))
     return jspec.ModelDrafter.with_vocabulary(subject.draft, tokens)
 

@@ -45,7 +45,10 @@ class Kernel:
 
     @property
     def moves(self) -> bool:
-        """Whether the kernel writes much without a product: a copy, a conversion, or a product that XLA decomposed."""
+        """Whether the kernel writes at least `LARGE` bytes and computes no product.
+
+        Such a kernel is a copy, a conversion, or a product that XLA decomposed.
+        """
         return self.written >= LARGE and not self.flops
 
     def seconds(self, device: Device) -> float:

@@ -42,7 +42,7 @@ def _version(package: str) -> str | None:
 
 
 def conditions() -> dict[str, object]:
-    """Return everything that a report of a measurement should include, in JSON-serializable form."""
+    """Return the conditions that a report should include, as JSON-serializable values."""
     device = jax.devices()[0]
     gpu = _first_line(
         ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]

@@ -61,7 +61,7 @@ def _check_plugin(platform: str) -> None:
     jax = metadata.version("jax")
     if platform == "cuda" and jax not in found.values():
         plugin, version = next(iter(found.items()))
-        raise ValueError(f"{plugin} is {version} and jax {jax}, which are incompatible; {make}")
+        raise ValueError(f"{plugin} is {version} and jax is {jax}, which are incompatible; {make}")
 
 
 def _version(package: str) -> str | None:

@@ -134,7 +134,7 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
             mine = options | setting
             models = target, mine.pop("drafter")
             calls[name] = in_batches(jspec.speculative_generate, models, request, **mine)
-            # The prefill's share of a call. The remaining time is spent on rounds.
+            # The start of the call: its prefill and the first round of each request.
             calls[f"{name}, start"] = in_batches(jspec.speculative_generate, models, request, limit=1, **mine)
         times = in_turns(calls | alone, repeats)
         passes = pass_seconds(alone, times)
@@ -150,10 +150,11 @@ def run(subject: Subject, k: int, new_tokens: int, temperature: float, count: in
         plots.drafters,
         notes=[
             "cost ratio: a round's time per draft token, without verification and prefill, over the time of a target"
-            " pass. acceptance: the share of verified draft tokens, counting a round without a draft as a rejection."
-            " predicted: theorem 3.8 of Leviathan et al. 2023 for that acceptance and cost, with the time to verify"
-            " K + 1 rows; for rounds alone.",
-            f"Verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as one.",
+            " pass. acceptance: the share of verified draft tokens that were accepted; a round without a draft counts"
+            " as a rejection. predicted: the speed-up of rounds alone by theorem 3.8 of Leviathan et al. 2023, for that"
+            " acceptance and cost, with the time to verify K + 1 rows.",
+            f"Verifying {k + 1} rows takes {passes[f'{k + 1} rows'] / passes['1 rows']:.2f} times as long as verifying"
+            " one.",
         ],
         folder=subject.folder,
     )

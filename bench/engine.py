@@ -1,4 +1,4 @@
-"""An engine's tokens per second: its own choice of draft length against fixed lengths and against one program."""
+"""An engine's tokens per second with its own choice of draft length, compared with fixed lengths and one program."""
 
 import contextlib
 import dataclasses

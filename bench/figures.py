@@ -1,11 +1,11 @@
-"""Conversion of results to JSON values."""
+"""Convert results to JSON values."""
 
 import dataclasses
 from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Return `value` in JSON-serializable form. Numbers keep six digits."""
+    """Return `value` in JSON-serializable form. Floats keep six significant digits."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):

@@ -16,8 +16,8 @@ from convert.hub_names import MODELS
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2"
 QUESTION = "What is the capital of France?"
-# Prefixes of variables that determine where Python, pip and jspec find packages, models and compiled programs. The
-# package index is not among them.
+# Prefixes of variables that determine where Python, pip and jspec find packages, models and compiled programs.
+# Variables that name the package index are kept.
 _FORGOTTEN = ("PYTHON", "VIRTUAL_ENV", "JAX_", "XLA_", "HF_")
 
 
@@ -31,7 +31,7 @@ class Step:
 
 
 def steps(folder: Path) -> list[Step]:
-    """Return the steps from nothing but Python and git to a first and a second answer, all within `folder`."""
+    """Return the steps that lead from Python and git alone to a first and a second answer, all within `folder`."""
     clone, wheels, programs = folder / "clone", folder / "wheels", folder / "venv" / "bin"
     pip: list[str | Path] = [programs / "python", "-m", "pip", "--disable-pip-version-check"]
     download, install = [*pip, "download", "--dest", wheels], [*pip, "install", "--no-index", "--find-links", wheels]
@@ -83,8 +83,9 @@ def run() -> None:
         rows,
         plots.bars("step", "s"),
         notes=[
-            f"{total:.0f} s to the first answer, of which {waited:.0f} s are downloads ({size:.0f} MB); the clone is"
-            " of a local folder. The first answer compiles; the second uses the compiled programs.",
+            f"{total:.0f} s to the first answer, of which {waited:.0f} s are downloads ({size:.0f} MB); the"
+            " repository is cloned from a local folder. The first answer compiles; the second uses the compiled"
+            " programs.",
             f"{QUESTION} {printed.strip()}",
         ],
         seconds=total,

@@ -84,13 +84,13 @@ def run(
     name = subject.name + ("" if acceptance is None else f", {accept}")
     publish(
         f"gap-{name}-k{k}-b{batch}-t{temperature:g}-{jax.default_backend()}",
-        f"{name}: from the predicted speed-up to the measured, K = {k}, batch {batch}, temperature {temperature:g},"
+        f"{name}: from the predicted speed-up to the measured one, K = {k}, batch {batch}, temperature {temperature:g},"
         f" {target.dtype}",
         steps(k, alpha, cost, np.asarray(speculative.out.stats.rounds), new_tokens, whole),
         plots.bars("step", "speed-up"),
         notes=[
-            f"Theory: Leviathan et al. 2023, theorem 3.8, with {alpha:.3f} of the verified draft tokens accepted,"
-            f" counting a missing draft as a rejection, and cost ratio {cost['draft'] / cost['target']:.3f}. A round"
+            f"Theory: Leviathan et al. 2023, theorem 3.8, if {alpha:.3f} of the verified draft tokens are accepted"
+            f" (a missing one counts as rejected) and the cost ratio is {cost['draft'] / cost['target']:.3f}. A round"
             f" takes {cost['round'] / _alone(k, cost):.3f} times as long as its passes measured alone."
         ],
         folder=subject.folder,

@@ -1,7 +1,7 @@
 """Random grammars, valid and hostile, alongside a server's streams: crashes, waits and memory.
 
 The streams run alone, alongside requests without a grammar, and alongside requests with a grammar, in turns. The second
-case shows how much of the third case's delay is only the cost of more requests.
+case shows how much of the third case's delay is due only to the additional requests.
 """
 
 import asyncio

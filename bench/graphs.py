@@ -1,4 +1,4 @@
-"""Analysis of what XLA captures in command buffers. On NVIDIA GPUs these are CUDA graphs, each launched as a unit."""
+"""Count what XLA captures in command buffers. On NVIDIA GPUs, these are CUDA graphs, each launched as a unit."""
 
 import dataclasses
 import re
@@ -50,7 +50,7 @@ def compiled(lowered: Any, options: dict[str, Any] | None = None) -> tuple[Any, 
 def of_round(launches: str, trips: Sequence[int]) -> Graphs | None:
     """Count the launches in one iteration of a program's top-level loop.
 
-    Return None if there is no launch list or the number of such loops is not one.
+    Return None if there is no launch list, or if the program does not have exactly one such loop.
 
     Args:
         launches: the list from `compiled`.

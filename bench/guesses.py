@@ -56,7 +56,7 @@ def drafters(
     requests: Annotated[int, typer.Option("--requests", min=1, max=8)] = 4,
     repeats: Repeats = 5,
     idle: Annotated[
-        int, typer.Option("--idle-neurons", min=0, help="Added to each target MLP: same distribution, higher cost.")
+        int, typer.Option("--idle-neurons", min=0, help="Idle neurons to add to each MLP of the target.")
     ] = 0,
 ) -> None:
     """Measure every drafter, rule and draft length, for new, repetitive and edited code."""
@@ -125,10 +125,10 @@ def noise(
             "--target", metavar="SRC", help="Target of the second pair: a name from jspec models, or your own model."
         ),
     ] = "smollm2",
-    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N, or a model.")] = "exit:25",
+    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="Its draft: exit:N or a model.")] = "exit:25",
     output: Output = None,
-    laws: Annotated[int, typer.Option("--laws", min=2, help="Distributions per pair; each text yields eight.")] = 256,
-    noises: Annotated[int, typer.Option("--noises", min=1, help="Draws per distribution.")] = 64,
+    laws: Annotated[int, typer.Option("--laws", min=2, help="Number of distributions per pair, eight per text.")] = 256,
+    noises: Annotated[int, typer.Option("--noises", min=1, help="Number of draws per distribution.")] = 64,
     repeats: Repeats = 10,
 ) -> None:
     """Compare two ways to sample, with one Gumbel per token or in two steps, on the bundled pair and another pair."""

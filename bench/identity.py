@@ -1,4 +1,4 @@
-"""A check that outputs do not depend on the batch, its padded width, or speculation."""
+"""Check that outputs do not depend on the batch, its padded width, or speculation."""
 
 from typing import Any
 

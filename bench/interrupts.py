@@ -49,7 +49,7 @@ class Terminal:
             pass
 
     def wait_seconds(self, seconds: float) -> None:
-        """Keep reading for that long, because otherwise the command would block on its terminal."""
+        """Keep reading for `seconds`, because otherwise the command would block on its terminal."""
         until = time.perf_counter() + seconds
         while (left := until - time.perf_counter()) > 0:
             if select.select([self._ours], [], [], left)[0] and not self._read():
@@ -89,7 +89,7 @@ def run(count: int, seed: int) -> None:
         f"Ctrl-C at {count} random moments of the command",
         rows,
         plots.interrupts,
-        notes=[f"{good} of {count} with status 130 and without a crash, the slowest after {slowest:.3f} s"],
+        notes=[f"{good} of {count} exits had status 130 and no crash. The slowest exit took {slowest:.3f} s."],
         seconds_of_phases=lengths,
     )
 

@@ -73,11 +73,11 @@ def run(
         plots.speedups,
         notes=[
             f"Medians of {repeats} calls in turns, prompt included; from and to: quartiles of x own plain."
-            " transformers assisted: K = 4, rows one after another.",
-            "acceptance: the share of verified draft tokens, counting a missing draft as a rejection. cost ratio: draft"
-            " over target, each a pass over one row, measured alone. predicted: the speed-up by Leviathan et al. 2023,"
-            " theorem 3.8; with K + 1 rows: the same with the time to verify K + 1 rows, measured alone, instead of"
-            " one row's. Prompt lookup counts as free.",
+            " transformers assisted decodes one row after another, with K = 4.",
+            "acceptance: the share of verified draft tokens that were accepted; a missing one counts as rejected. cost"
+            " ratio: the time of a draft pass over that of a target pass, each over one row and measured alone."
+            " predicted: the speed-up by Leviathan et al. 2023, theorem 3.8; with K + 1 rows: the same, but with the"
+            " time to verify K + 1 rows, measured alone. Prompt lookup counts as free.",
         ],
         folder=subject.folder,
     )

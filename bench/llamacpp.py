@@ -1,4 +1,4 @@
-"""Compare greedy decoding and passes over a few rows with llama.cpp (llama-cpp-python) on the same target."""
+"""Compare jspec with llama.cpp (llama-cpp-python) on the same target: greedy decoding, and passes over a few rows."""
 
 import functools
 import itertools
@@ -38,8 +38,8 @@ def merge_sort(items):
 '''
 COUNT = 8
 NEW_TOKENS = 128
-# Logits of the same float32 model differ by about 1e-5. If the query and key rows are in another order, they differ by
-# more than 1.
+# The logits of the same float32 model differ by about 1e-5 between the two programs. If the query and key rows were in
+# another order, the logits would differ by more than 1.
 TOLERANCE = 1e-3
 
 
@@ -108,7 +108,7 @@ def load(file: Path, logits_all: bool, context: int = 512, lookup: int = 0) -> A
 
 
 def decoder(llm: Any, rows: int, vocab_size: int) -> Callable[[], Any]:
-    """Return a call of COUNT passes over `rows` tokens each, with all logits, after CONTEXT tokens."""
+    """Return a call that runs COUNT passes over `rows` tokens each, with all logits, after CONTEXT tokens."""
     tokens = np.random.default_rng(0).integers(1, vocab_size, CONTEXT + rows).tolist()
     llm.reset()
     llm.eval(tokens[:CONTEXT])
@@ -138,7 +138,7 @@ def greedy(target: jspec.Llama, llm: Any, prompt: np.ndarray) -> dict[str, Calla
 
 
 def answer(llm: Any, row: np.ndarray, new_tokens: int, eos_ids: Sequence[int], temperature: float = 0.0) -> list[int]:
-    """Return a continuation of `row`, up to EOS or `new_tokens`; greedy, or sampled from all tokens."""
+    """Return a continuation of `row`, up to EOS or `new_tokens`, which is greedy or sampled from all tokens."""
     llm.reset()
     text: list[int] = []
     whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} if temperature else {}
@@ -156,7 +156,7 @@ def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int, bit
         bits: the `activation_bits` with which `jspec.load` loads the file and its draft.
 
     Raises:
-        ValueError: `draft` or `bits` is given with a pair, or the logits of a pair's target differ.
+        ValueError: `draft` or `bits` is given with a pair, or the two programs' logits for a pair's target differ.
     """
     if isinstance(source, Path):
         _run_file(source, draft, ks, repeats, bits)
@@ -167,7 +167,7 @@ def run(source: str | Path, draft: Path | None, ks: list[int], repeats: int, bit
 
 
 def _run_pair(pair: str, ks: list[int], repeats: int) -> None:
-    """Compare the target of a pair, after checking that the logits agree."""
+    """Compare the programs on a pair's target, after checking that their logits agree."""
     target = widened(pairs.pair(pair)[0])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "target.gguf"
@@ -179,9 +179,9 @@ def _run_pair(pair: str, ks: list[int], repeats: int) -> None:
 
 
 def _run_file(file: Path, draft: Path | None, ks: list[int], repeats: int, bits: int) -> None:
-    """Compare a GGUF file, without conversion. With `draft`, also measure speculative decoding for each K.
+    """Compare the programs on a GGUF file. With `draft`, also measure speculative decoding for each K.
 
-    llama.cpp always rounds activations to 8 bits, so its logits differ.
+    llama.cpp always rounds activations to 8 bits, so its logits differ from jspec's.
     """
     llm, last = load(file, logits_all=True), load(file, logits_all=False)
     prompt = np.array([load_tokenizer(file).encode(_CODE)[:CONTEXT]])
@@ -199,7 +199,7 @@ def _compare(
     prompt: np.ndarray,
     draft: jspec.Llama | None = None,
 ) -> None:
-    """Compare `target` with the same model in llama.cpp: `llms` returns the logits of all or of the last token."""
+    """Compare `target` with the same model in llama.cpp. `llms`: one with all logits, and one with only the last."""
     import llama_cpp
 
     sizes = [1, *(k + 1 for k in ks)]
@@ -264,7 +264,7 @@ def check_same(target: jspec.Llama, llm: Any) -> float:
     """Return the largest logit difference after each of ten tokens.
 
     Raises:
-        ValueError: the difference is too large to be rounding.
+        ValueError: the difference is too large to be due to rounding.
     """
     found = difference(target, llm, np.arange(1, 11)[None])
     if not found < TOLERANCE:

@@ -1,4 +1,4 @@
-"""A comparison of losses: the same drafter trained with each loss, from several seeds, for the same number of steps."""
+"""Compare losses: train the same drafter with each loss, from several seeds, for the same number of steps."""
 
 import dataclasses
 import tempfile
@@ -53,8 +53,8 @@ def run(subject: Subject, kind: str, texts: int, steps: int, depth: int, seeds: 
         plots.bars("loss", "accepted"),
         notes=[
             "accepted: sum min(p, q) of the first draft token at temperature 1, on held-out modules; greedy: how often"
-            " both have the same most likely token; tokens per round: for a chain of all depths; +-: standard error"
-            " over seeds."
+            " target and drafter have the same most likely token; tokens per round: for a chain of all depths; +-:"
+            " standard error over seeds."
         ],
         folder=subject.folder,
         kind=kind,

@@ -203,11 +203,11 @@ def run(subjects: Sequence[Subject], count: int, noises: int, repeats: int) -> N
         rows,
         plots.noise,
         notes=[
-            "accepted: how often one of that many children is the target's token under coupled; standard error: of"
-            " the difference, over distributions. us per distribution: compiled noise and drawing; pass: the target's"
-            " own, of as many rows. tokens/s: of 8 rows, if drawing and a pass over 5 rows of each were the"
-            " only costs, for 4 levels of that many children in as many rows. of 32 bits: half the random bits, one"
-            " logarithm.",
+            "accepted: how often one of that many children is the target's token under coupled; standard error: that"
+            " of the difference, over distributions. us per distribution: the time of compiled noise and drawing; pass:"
+            " the time of the target's pass over as many rows. tokens/s: the speed of 8 requests with 4 levels of that"
+            " many children, if drawing and a pass over 5 rows of each request were the only costs. of 32 bits: full"
+            " noise with half the random bits and one logarithm.",
             *notes,
             chosen(rows),
         ],
@@ -268,4 +268,4 @@ def chosen(rows: plots.Rows) -> str:
         f" {row['V']:,}, {row['what'].removeprefix('tokens/s, ')}"
         for row in speeds
     ]
-    return f"Full noise over two steps, in tokens/s: {'; '.join(said)}. jspec draws in two steps."
+    return f"Speed of full noise over that of two steps: {'; '.join(said)}. jspec draws in two steps."

@@ -45,8 +45,8 @@ def run(subject: Subject, kind: str, steps: int, requests: int, batch: int, new_
         rows,
         plots.online,
         notes=[
-            "Share of verified draft tokens accepted at temperature 1, K = 3, request by request, with the same keys;"
-            f" one learning step per request of {batch} texts."
+            "Share of verified draft tokens that are accepted at temperature 1, K = 3, request by request, with the"
+            f" same keys; one learning step per request of {batch} texts."
         ],
         folder=subject.folder,
         kind=kind,

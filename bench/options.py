@@ -48,7 +48,7 @@ Prompts = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        help="Your own prompts: UTF-8 text, one per line; a larger batch repeats them, a smaller one takes the first.",
+        help="Your own prompts: UTF-8 text, one per line; a larger batch repeats them, a smaller one uses the first.",
     ),
 ]
 Chatty = Annotated[
@@ -76,7 +76,7 @@ def need(package: str, sentence: str) -> None:
 
 @contextmanager
 def one_sentence(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
-    """Exit the command with a one-sentence message on an error of one of `kinds`."""
+    """If an error of one of `kinds` is raised, print its message as one sentence and exit the command."""
     try:
         yield
     except kinds as error:

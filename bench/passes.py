@@ -1,4 +1,4 @@
-"""Measurement of isolated forward passes. Many passes run in one compiled loop, each on the previous pass's token."""
+"""Measure isolated forward passes. Many passes run in one compiled loop, each on the previous pass's tokens."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import jspec
 from bench.pairs import weight_bytes
 from bench.timing import seconds, spread
 
-# The duration of a loop, which makes the cost of calling it negligible.
+# The duration of a loop, long enough to make the cost of calling it negligible.
 LOOP_SECONDS = 0.2
 
 

@@ -1,4 +1,4 @@
-"""Decoding of the same prompts with drafts of any shape: timed calls, acceptance by rank, and round costs."""
+"""Decode the same prompts with drafts of any shape: timed calls, acceptance by rank, and round costs."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class Play:
     ends: tuple[int, ...] = ()
 
     def plain(self, limit: int = 0) -> Callable[[], list[jspec.Output]]:
-        """Return a call of plain decoding, limited to `limit` new tokens if that is not 0."""
+        """Return a call that decodes without a draft, up to `limit` new tokens if that is not 0."""
         return self._call(jspec.generate, (self.subject.target,), limit)
 
     def drafted(self, drafter: Any, limit: int = 0, **options: Any) -> Callable[[], list[jspec.Output]]:
@@ -60,7 +60,7 @@ class Play:
 
 
 def branching(draft: Any, tree: jspec.Tree, replacement: bool = False) -> Any:
-    """Return `draft` as a drafter for `tree`. Token recycling has its own shape and keeps only the number of nodes."""
+    """Return `draft` as a drafter for `tree`. Token recycling uses only the tree's number of nodes."""
     if isinstance(draft, jspec.NGramDrafter):
         return dataclasses.replace(draft, tree=tree)
     if isinstance(draft, jspec.TokenRecyclingDrafter):
@@ -102,7 +102,7 @@ def by_rank(out: Any, tree: jspec.Tree, ranks: int) -> np.ndarray:
 
 
 def costs(play: Play, accept: Any, depth: int, children: int) -> tuple[float, tree_tuning.Costs]:
-    """Return the seconds per token of plain decoding and the cost of rounds, which `jspec tune` measures.
+    """Return the seconds per token of plain decoding and the cost of rounds, as measured by `jspec tune`.
 
     The cost of rounds is measured with chains and with single nodes that have many children.
     """
@@ -130,6 +130,6 @@ def rounds_alone(times: dict[str, np.ndarray], name: str, shares: dict[str, floa
 
 
 def with_starts(calls: dict[str, Callable[..., Any]]) -> dict[str, Callable[[], Any]]:
-    """Return each call and its start. The start is the same call for one new token, with a prefill and one round."""
+    """Return each call and its start: the same call, limited to one new token, which runs a prefill and one round."""
     made: dict[str, Callable[[], Any]] = {name: call() for name, call in calls.items()}
     return made | {f"{name}, start": call(limit=1) for name, call in calls.items()}

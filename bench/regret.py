@@ -21,7 +21,7 @@ _DRAWS = 2000  # bootstrap samples
 
 
 def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repeats: int) -> None:
-    """Publish one row per setting, mark the choice of `jspec.tune`, and report its loss against the best setting."""
+    """Publish one row per setting, mark the choice of `jspec.tune`, and report how much slower it is than the best."""
     request = *prompts, keys = subject.request(batch, WIDTH)
     sampling = jspec.SamplingParams(temperature=temperature)
     began = time.perf_counter()
@@ -67,8 +67,8 @@ def run(subject: Subject, batch: int, new_tokens: int, temperature: float, repea
         rows,
         plots.bars("setting", "tokens/s"),
         notes=[
-            f"tune took {took:.0f} s and chose {_name(answer)}, which loses {median:.1%} against the best of these, "
-            f"at most {high:.1%} (95 %, bootstrap of {repeats} repeats).",
+            f"tune took {took:.0f} s and chose {_name(answer)}, which is {median:.1%} slower than the best of "
+            f"these, or {high:.1%} at most (95 %, bootstrap of {repeats} repeats).",
             "Each call includes prefill, which tune excludes.",
         ],
         folder=subject.folder,

@@ -17,7 +17,7 @@ ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": 
 
 
 def has_twin(model: Any) -> bool:
-    """Return whether transformers can decode with the same weights: those of a model, not in int8."""
+    """Return whether transformers can decode with the same weights, which must be those of a model and not in int8."""
     return isinstance(model, jspec.Llama) and model.embed_tokens.scale is None
 
 
@@ -133,7 +133,7 @@ def decoder(
 ) -> Callable[[], Any]:
     """Return a call that continues every row of token ids by `new_tokens`.
 
-    Plain decoding takes all rows at once. Assisted generation supports only one row, so the rows follow one another.
+    Plain decoding runs all rows at once. Assisted generation supports only one row, so it runs them one after another.
     """
     import torch
 

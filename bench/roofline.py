@@ -31,7 +31,7 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
     """Measure the probes and the passes of both models in turns, and publish the table.
 
     Raises:
-        ValueError: int8 weights on CPU that are not packed.
+        ValueError: the pair has int8 weights that are not packed, and the device is a CPU.
     """
     target, draft = pairs.pair(pair)
     if draft.embed_tokens.scale is not None and jax.default_backend() == "cpu":

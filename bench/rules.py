@@ -1,4 +1,4 @@
-"""Tokens per round under the three exact rules, for several drafters, draft lengths and temperatures; no timing."""
+"""Tokens per round (not times) under the three exact rules, for several drafters, draft lengths and temperatures."""
 
 from typing import Any
 

@@ -36,7 +36,7 @@ class Traffic:
         prompts: text or token ids, used in turn.
         new_tokens, temperature: options of every request.
         at_once: the numbers of clients that are always waiting for an answer.
-        first, each: the limits of a good answer: seconds to its first text, and seconds per token after that.
+        first, each: the limits of a good answer, in seconds to its first text and in seconds per token after that.
     """
 
     prompts: Sequence[Any]
@@ -179,7 +179,7 @@ def run(
 def _notes(rows: Sequence[dict[str, Any]], traffic: Traffic, cost_ratio: float) -> list[str]:
     notes = [
         f"A good answer starts within {traffic.first * 1e3:.0f} ms and takes at most {traffic.each * 1e3:.0f} ms per "
-        f"token; theory: theorem 3.8 with a draft step of {cost_ratio:g} target steps."
+        f"token; theory: theorem 3.8 with a draft step that costs {cost_ratio:g} target steps."
     ]
     rate = min((row["acceptance"] for row in rows if row["acceptance"] != ""), default=1.0)
     if rate < _ENOUGH:
@@ -197,7 +197,7 @@ def _speed(turn: tuple[float, list[Answer]]) -> float:
 
 
 class _Measure:
-    """Measurement of loads on servers in turns. The first turn is warm-up."""
+    """Measures loads on servers in turns. The first turn is a warm-up."""
 
     def __init__(self, urls: dict[str, str], traffic: Traffic):
         self._urls, self._traffic = urls, traffic

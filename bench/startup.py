@@ -46,7 +46,7 @@ else:
 warm = min(first_token() for _ in range(5))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 constrained = None
-if program == "engine":  # how long its first constrained request waits, and what that leaves of another's speed
+if program == "engine":  # how long its first constrained request waits, and how fast another one is meanwhile
     class Anything:
         allowed = lambda self: np.full(-(-target.config.vocab_size // 32), 2**32 - 1, np.uint32)
         consume = lambda self, token: True
@@ -67,7 +67,7 @@ print(json.dumps({"import, s": imported - began, "load, s": loaded - imported, "
                   "first token, s": warm, "weights, GB": weights, "peak memory, GB": peak, "constrained": constrained}))
 """
 
-# Runs `jspec serve` until it would listen, then prints the numbers of cache hits and misses.
+# Runs `jspec serve` up to the point where it would listen, then prints the numbers of cache hits and misses.
 SERVE = """
 from collections import Counter
 import jspec.serve.run
@@ -149,8 +149,8 @@ def run(pair: str, target: str | None) -> None:
         rows,
         plots.startup,
         notes=[
-            "First call: for an engine with 8 slots, everything until the engine is ready, including its warm-up.",
-            "Its first constrained request waits for programs that no cache keeps: "
+            "The first call of an engine with 8 slots includes its start, with the warm-up.",
+            "The engine's first constrained request waits for programs that no cache keeps: "
             + ", ".join(
                 f"{one['waits, s']:.1f} s, while another request decodes at {one['others, share']:.2f} of its speed"
                 for one in constrained

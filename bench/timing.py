@@ -35,7 +35,7 @@ def seconds(call: Callable[[], Any]) -> float:
 def in_turns(calls: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, np.ndarray]:
     """Return the seconds of every call, ``float64[repeats]`` each, measured in the order A B C, A B C, ...
 
-    The first two calls of a program are warm-up, because GPUs build their command buffers in them.
+    The first `warmup` calls of a program are not recorded, because GPUs build their command buffers in them.
     """
     readings: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmup + repeats):

@@ -65,7 +65,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def summary(found: list[Event], rounds: int) -> list[dict[str, Any]]:
-    """Return one row per phase: its share of the time from first to last event, its time and instructions per round."""
+    """Return one row per phase: its share of the time from first to last event, and its costs per round."""
     span = max(event.end for event in found) - min(event.start for event in found)
     rows = []
     counts = collections.Counter(event.phase for event in found)
@@ -117,7 +117,7 @@ def run(subject: Subject, k: int, batch: int, new_tokens: int, temperature: floa
         rows,
         plots.shares,
         notes=[
-            f"One call: {untraced * 1e3:.4g} ms untraced, {traced * 1e3:.4g} ms traced: "
+            f"One call takes {untraced * 1e3:.4g} ms untraced and {traced * 1e3:.4g} ms traced; "
             "tracing slows short instructions most.",
             *([f"Open {perfetto} at https://ui.perfetto.dev" for perfetto in folder.rglob("perfetto_trace.json.gz")]),
         ],

@@ -36,9 +36,9 @@ def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_
         found,
         plots.training,
         notes=[
-            "tokens/s: the whole step with stored input; unstored: with the target's pass in every step; target: its"
-            " pass over the batch; forward: the drafter's output and the loss; back: gradients and the optimiser."
-            " temporary: the step's memory without its arguments; kept: weights and moments."
+            "tokens/s: the whole step with stored input; unstored: with the target's pass in every step; target: the"
+            " target's pass over the batch; forward: the drafter's output and the loss; back: gradients and the"
+            " optimiser. temporary: the step's memory without its arguments; kept: weights and moments."
         ],
         folder=subject.folder,
         depth=depth,

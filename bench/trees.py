@@ -132,7 +132,7 @@ def settings(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: 
 
 
 def _chains(play: Play, rule: str, rates: np.ndarray, nodes: list[int], depth: int) -> list[Setting]:
-    """Return k chains that part at the root: independent draws or, for prompt lookup, k matches' continuations."""
+    """Return k chains that part at the root: independent draws or, for prompt lookup, what follows k matches."""
     looked_up = isinstance(play.subject.draft, jspec.NGramDrafter)
     if not looked_up and (rule not in ("rejection", INDEPENDENT) or not _draws(play)):
         return []
@@ -161,7 +161,7 @@ def _dynamic(play: Play, rule: str, nodes: list[int], depth: int) -> list[Settin
 
 
 def _draws(play: Play) -> bool:
-    """Return whether children are sampled, rather than looked up or the most likely tokens."""
+    """Return whether children are sampled. Otherwise, they are looked up, or are the most likely tokens."""
     return play.temperature > 0 and not isinstance(play.subject.draft, jspec.NGramDrafter | jspec.TokenRecyclingDrafter)
 
 
@@ -209,7 +209,7 @@ def fastest(rows: plots.Rows) -> list[str]:
     }
     best = [f"{kind} {_said(max(mine, key=lambda row: row['rounds alone']))}" for kind, mine in kinds.items() if mine]
     known = [row for row in played if row["predicted x"] != ""]
-    said = [f"Fastest of all rounds: {'; '.join(best)}."]
+    said = [f"Fastest rounds: {'; '.join(best)}."]
     return said + (
         [f"Predicted to be fastest: {_said(max(known, key=lambda row: row['predicted x']))}."] if known else []
     )

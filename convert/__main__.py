@@ -35,10 +35,10 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")],
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype; default: as stored.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Cast to this dtype (default: the stored dtype).")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repo.")] = None,
 ) -> None:
-    """Convert a checkpoint between the Hugging Face format and Orbax, or from GGUF, checking every tensor."""
+    """Convert a Hugging Face, Orbax or GGUF checkpoint to Orbax or Hugging Face, and check every tensor."""
     typer.echo(_convert(source, destination, to, dtype, revision))
 
 

@@ -19,8 +19,8 @@ class Checkpoint:
 
     Attributes:
         config: the configuration of the forward pass.
-        params: the arrays by flat dotted name. Names and shapes are exactly those of `shapes(config)`, and all arrays
-            have the same dtype.
+        params: the arrays, keyed by flat dotted name. Names and shapes are exactly those of `shapes(config)`, and all
+            arrays have the same dtype.
         directory: the path that the checkpoint was read from: a directory with config.json and the tokenizer files,
             or a GGUF file.
     """

@@ -37,9 +37,9 @@ class LlamaConfig:
     Instances are hashable, so they can be static arguments of `jax.jit`.
 
     Attributes:
-        max_position_embeddings: the maximum sequence length, at most the sliding window if the model has one.
+        max_position_embeddings: the maximum sequence length. It is at most the sliding window, if the model has one.
         attention_bias: whether q, k, v and o have biases.
-        qkv_bias: whether q, k and v have biases, regardless of o.
+        qkv_bias: whether q, k and v have biases. It says nothing about o.
         qk_norm: whether queries and keys are normalised over each head before they are rotated.
         eos_token_ids: the EOS ids in config.json, followed by those that only generation_config.json names.
         pad_token_id: the padding id, if the files name one. It is used only to detect left padding.

@@ -1,4 +1,4 @@
-"""Conversion of a `LlamaConfig` to the fields of a config.json."""
+"""Convert a `LlamaConfig` to the fields of a config.json."""
 
 import dataclasses
 

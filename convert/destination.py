@@ -1,4 +1,4 @@
-"""Atomic creation of output directories, and copying of the small files that accompany the weights."""
+"""Create output directories atomically, and copy the small files that accompany the weights."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def _make(folder: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the configuration and tokenizer files byte for byte. config.json comes last: nothing loads without it.
+    """Copy the configuration and tokenizer files byte for byte. config.json is last, because nothing loads without it.
 
     If the source's weights are quantised, config.json is written without its quantisation section, because the written
     weights are dequantised. For a GGUF file, generate these files from its metadata, which contains the same

@@ -1,4 +1,4 @@
-"""Conversion of a Hugging Face directory to our arrays, one at a time and strictly by the table in keymap.py."""
+"""Convert a Hugging Face directory to our arrays, one at a time and strictly by the table in keymap.py."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,7 +74,7 @@ def _tied(found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
 
 
 def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
-    """Return the dtypes (of the two) that make both tensors bitwise equal after a cast: both if neither is rounded."""
+    """Return those of the two dtypes to which both tensors can be cast with bitwise equal results."""
     if head.shape != embedding.shape:
         return set()
     casts = {head.dtype, embedding.dtype}
@@ -86,7 +86,7 @@ def _equal_in(head: Tensor, embedding: Tensor) -> set[np.dtype]:
 
 
 def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
-    """Reject more layers than `source` can have, because a damaged config's tensor table could exhaust memory.
+    """Reject a config with more layers than `source` has tensors, because its tensor table could exhaust memory.
 
     Raises:
         CheckpointError: the config has more layers than `source` has tensors.
@@ -99,7 +99,7 @@ def check_depth(config: LlamaConfig, num_tensors: int, source: Path) -> None:
 
 
 def tensors(directory: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the tensors by Hugging Face name, checked against the config, without the ignored tensors.
+    """Return the tensors that are not ignored, keyed by Hugging Face name, after checking them against the config.
 
     Quantised matrices are dequantised while they are read. A tied head that repeats the embedding is kept, so that
     converting back can write it again.
@@ -158,7 +158,7 @@ def stream(found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype) -> It
 def stream_packed(
     found: dict[str, Tensor], config: LlamaConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
-    """Yield the same arrays as `stream`, but each matrix as it is stored if its format can be packed.
+    """Yield the same arrays as `stream`, but leave each matrix as it is stored if its format can be packed.
 
     Raises:
         CheckpointError: under the same conditions as `filled`, or if a stored scale is not finite.
@@ -177,7 +177,7 @@ def stream_packed(
 
 
 def _stored_parts(tensors: list[Tensor]) -> blocks.StoredParts:
-    """Return the tensors in tiles. Consecutive tensors of one format become one matrix if they fill whole tiles."""
+    """Return the tensors as tiled matrices. Consecutive ones of one format are merged if they fill whole tiles."""
     parts: list[tuple[Tensor, ...]] = []
     for tensor in tensors:
         last = parts[-1] if parts else ()

@@ -63,10 +63,10 @@ class SamplingDefaults:
 
 
 def parse_sampling(raw: Fields) -> SamplingDefaults:
-    """Parse the content of a generation_config.json, or of a config.json if that file does not exist.
+    """Parse the content of a generation_config.json, or of config.json if the model has no such file.
 
-    As in vLLM, a field applies whether or not the file says ``"do_sample": true``. A missing field recommends
-    nothing: top-k is then off, whereas transformers would use 50.
+    As in vLLM, a field applies whether or not the file says ``"do_sample": true``. A missing field sets no
+    default: without `top_k`, for example, top-k is off, whereas transformers would use 50.
 
     Raises:
         CheckpointError: a sampling parameter is out of range. The message names the parameter.

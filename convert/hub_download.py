@@ -58,7 +58,7 @@ def _named(source: str, revision: str | None) -> str:
 
 
 def _others(repo_id: str, names: list[str] | None) -> str:
-    """Return the end of the error message for a missing file. `names` lists the repo's files; None if unknown."""
+    """Return the end of the error message for a missing file. `names` lists the repo's files, if known."""
     if names is None:
         return f"; check its name on {hub_files.page(repo_id)}/tree/main"
     choices = hub_files.choices(repo_id, names)

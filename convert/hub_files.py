@@ -67,7 +67,7 @@ def choices(repo_id: str, names: Iterable[str]) -> str | None:
 
 
 def cached() -> dict[HubFile, Path]:
-    """Return the local paths of the whole GGUF files in the Hugging Face cache that a source can name.
+    """Return the local paths of the cached GGUF files that a source can name. Files in parts are left out.
 
     Only the newest downloaded state of each repo's main branch counts, because a source without a revision means that
     branch.
@@ -91,6 +91,6 @@ def cached() -> dict[HubFile, Path]:
 
 
 def _part(name: str) -> tuple[str, int] | None:
-    """Return the common prefix and the number of a file's parts, or None for a whole file."""
+    """Return the prefix that a file's parts share and the number of parts, or None for a whole file."""
     part = _PART.fullmatch(name)
     return (part[1], int(part[2])) if part and int(part[2]) > 1 else None

@@ -72,9 +72,9 @@ MODELS = {
 
 
 def find(name: str) -> Path | None:
-    """Return the local path of the model `name`: in its package, or complete in the Hugging Face cache.
+    """Return the local path of the model `name`, in its package or in the Hugging Face cache.
 
-    This function makes no network requests. It returns None if the model is not found.
+    This function makes no network requests. It returns None if no complete copy of the model is found.
     """
     model = MODELS[name]
     return _in_package(model.package) or (_in_cache(model.repo_id) if model.file is None else _file_in_cache(model))

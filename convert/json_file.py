@@ -1,4 +1,4 @@
-"""Strict reading of JSON objects from disk."""
+"""Read JSON objects from disk, and check them strictly."""
 
 import json
 from pathlib import Path

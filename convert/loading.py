@@ -1,4 +1,4 @@
-"""Loading of checkpoints from Hugging Face directories and repos, converted directories and GGUF files."""
+"""Load checkpoints from Hugging Face directories and repos, converted directories and GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +53,7 @@ def stream(source: str | Path, dtype: DTypeLike | None, revision: str | None) ->
 
 
 def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Path, PackedArrays]:
-    """Return the same as `stream`, but with each matrix as it is stored if its format can be packed (see `blocks`).
+    """Return the same as `stream`, but leave each matrix as it is stored if its format can be packed (see `blocks`).
 
     Raises:
         CheckpointError: under the same conditions as `stream`.

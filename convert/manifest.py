@@ -75,4 +75,6 @@ def verify(directory: Path) -> None:
         ({name for name in expected.keys() & actual.keys() if expected[name] != actual[name]}, "has damaged"),
     ):
         if names:
-            raise CheckpointError(f"{directory} {fault} {listing(names)} (by {NAME}); convert the source again.")
+            raise CheckpointError(
+                f"{directory} {fault} {listing(names)} (according to {NAME}); convert the source again."
+            )

@@ -161,7 +161,7 @@ class MovedModules:
 
 
 class _Alias(Loader):
-    """A loader that returns a new path's module for an old path."""
+    """A loader that returns the module at the new path for an old path."""
 
     def __init__(self, new: str):
         self._new = new

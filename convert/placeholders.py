@@ -1,4 +1,4 @@
-"""Detection of placeholders in place of the expected file: git-lfs pointers, web pages and broken links."""
+"""Detect placeholders that replace the expected file: git-lfs pointers, web pages and broken links."""
 
 import codecs
 from pathlib import Path
@@ -15,7 +15,7 @@ _ANSWERS = (
 
 
 def check(path: Path) -> None:
-    """Raise CheckpointError if `path` is not the file itself. Call this after reading fails, for a clearer error.
+    """Raise CheckpointError if `path` is not the file itself. Call this after a read fails, for a clearer error.
 
     Raises:
         CheckpointError: `path` is a git-lfs pointer, a web page, or a link to a file that does not exist.

@@ -79,7 +79,7 @@ def _yarn(section: Fields, theta: float, raw: Fields) -> dict[str, float]:
     if betas["beta_fast"] < betas["beta_slow"]:
         raise CheckpointError("beta_fast must not be less than beta_slow; restore the model's own values.")
     if theta <= 1:
-        raise CheckpointError(f"rope_theta is {theta}; yarn needs more than 1, as in the model's own config.json.")
+        raise CheckpointError(f"rope_theta is {theta}; yarn needs a value above 1, as in the model's own config.json.")
     return betas | {
         _ORIGINAL: _original_length(section, raw),
         "attention_factor": number(section, "attention_factor", attention_factor(section)),

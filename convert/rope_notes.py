@@ -55,7 +55,7 @@ def _yarn(section: Fields) -> Iterator[str]:
     if isinstance(extrapolation, int | float) and extrapolation != 1:
         yield (
             f"extrapolation_factor {extrapolation} is ignored, as in transformers; vLLM reads it, so set it to 1 if "
-            "both must compute the same"
+            "both must compute the same function"
         )
     if beta:
         yield (

@@ -39,7 +39,7 @@ Index: TypeAlias = slice | tuple[slice, slice] | EllipsisType
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file that has not been read yet."""
+    """A tensor whose values have not been read from its file yet."""
 
     name: str
     file: Path
@@ -198,7 +198,7 @@ def scan(
         single: see `convert.weight_files.find`.
         tables: the tensors that are not weights, with their dtypes (I64 or BOOL).
         is_optional: returns whether the index and the files may disagree about whether a given tensor exists.
-        extra_dtypes: further dtypes that a tensor may have, by their names in safetensors.
+        extra_dtypes: further dtypes that a tensor may have, keyed by their names in safetensors.
 
     Raises:
         CheckpointError: a file is damaged or missing; a tensor is in two files; a dtype is not F32, BF16, F16 or in

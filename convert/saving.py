@@ -1,4 +1,4 @@
-"""Saving of a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
+"""Save a checkpoint as a converted (Orbax) directory or as a Hugging Face directory."""
 
 import json
 from pathlib import Path

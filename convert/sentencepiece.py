@@ -66,7 +66,7 @@ def _message(fields: dict[int, _Field], number: int) -> bytes:
 
 
 def _signed(value: _Field) -> int:
-    """Return the int32 that the file stores as 64 unsigned bits."""
+    """Return the int32 that the file stores as an unsigned 64-bit number."""
     return int(value) - (1 << 64) * (int(value) >= 1 << 63)
 
 

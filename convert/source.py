@@ -1,4 +1,4 @@
-"""Resolution of checkpoint sources: local directories and GGUF files, model names, and Hugging Face repos."""
+"""Resolve checkpoint sources: local directories and GGUF files, model names, and Hugging Face repos."""
 
 import dataclasses
 import re

@@ -116,7 +116,7 @@ def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iter
 def stream_packed(
     directory: Path, config: LlamaConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
-    """Yield the same arrays as `stream`, but matrices of 16-bit floats as they are stored.
+    """Yield the same arrays as `stream`, but leave matrices of 16-bit floats as they are stored.
 
     Raises:
         CheckpointError: under the same conditions as `stream`.
@@ -148,7 +148,7 @@ def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def _groups(config: LlamaConfig, stored: np.dtype) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield name -> shape in groups of up to 32 MiB or one array, because Orbax prefetches everything in a call."""
+    """Yield groups name -> shape of at most 32 MiB or of one array, because Orbax prefetches everything in a call."""
     group: dict[str, tuple[int, ...]] = {}
     size = 0
     for name, shape in shapes(config).items():

@@ -1,5 +1,5 @@
 # pyright: reportUnknownVariableType=false
-"""Conversion of our arrays to Hugging Face safetensors files, the exact reverse of from_hf.py."""
+"""Convert our arrays to Hugging Face safetensors files: the exact reverse of from_hf.py."""
 
 import json
 from pathlib import Path

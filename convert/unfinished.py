@@ -1,4 +1,4 @@
-"""Cleanup of unfinished folders, which are deleted even if the process ends without unwinding."""
+"""Delete unfinished folders, even if the process exits inside the block that writes them."""
 
 import shutil
 import time

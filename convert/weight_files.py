@@ -1,4 +1,4 @@
-"""Selection of the safetensors files that hold a directory's weights, as in transformers."""
+"""Choose the safetensors files that hold a directory's weights, as transformers does."""
 
 import dataclasses
 from pathlib import Path
@@ -59,8 +59,8 @@ def find(directory: Path, single: str = SINGLE) -> WeightFiles:
         single: the name of the file that holds all weights.
 
     Raises:
-        CheckpointError: neither exists, or the index or one of its files is missing or damaged. The message names what
-            the directory holds instead.
+        CheckpointError: neither `single` nor the index exists, the index is damaged, or a file that it names is
+            missing. If neither exists, the message names what the directory holds instead.
     """
     present = {file.name for file in directory.glob("*.safetensors")}
     if single in present:

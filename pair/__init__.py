@@ -1,1 +1,1 @@
-"""Training and measurement of the bundled target/draft pair (development only, not shipped)."""
+"""Train and measure the bundled target/draft pair (development only, not shipped)."""

@@ -89,7 +89,11 @@ def long_lines(text: str) -> set[str]:
 
 
 def shared_lines(documents: list[Document], held_out: list[Document]) -> tuple[float, float]:
-    """Return the largest share of a held-out file's long lines in one document, and the share of all in any of them."""
+    """Return two shares of the held-out files' long lines.
+
+    The first is the largest share of one file's lines that a single document has. The second is the share of all lines
+    that occur in any document.
+    """
     fingerprints = [long_lines(d.text) for d in held_out]
     seen, most = set(), 0.0
     wanted = set().union(*fingerprints)
@@ -103,7 +107,7 @@ def shared_lines(documents: list[Document], held_out: list[Document]) -> tuple[f
 def without_leaks(documents: list[Document], held_out: list[Document]) -> list[Document]:
     """Return the documents that share less than LEAK_FRACTION of long lines with every held-out file.
 
-    The fraction is taken both of a document's own long lines and of the held-out file's.
+    The fraction refers both to the document's own long lines and to those of the held-out file.
     """
     fingerprints = [long_lines(d.text) for d in held_out]
     owners: dict[str, list[int]] = {}
@@ -145,7 +149,7 @@ def load_corpus() -> tuple[list[Document], list[Document]]:
 
 
 def load_packages(held_out: list[Document]) -> list[Document]:
-    """Return the sources of PACKAGES, without repeats and near-duplicates of held-out files. All must be installed."""
+    """Return the sources of PACKAGES, without repeats or near-duplicates of held-out files. All must be installed."""
     root = Path(sysconfig.get_path("purelib"))
     if missing := [name for name in PACKAGES if not (root / name).exists()]:
         raise FileNotFoundError(f"The corpus lacks the packages {missing}; install jspec[test,dev,docs].")
@@ -161,7 +165,8 @@ def main() -> None:
         print(f"{name}: {len(side)} files, {sum(len(d.text) for d in side) / 1e6:.2f} M characters")
     most, common = shared_lines(train + packages, held_out)
     print(
-        f"a training file has at most {most:.0%} of a held-out file's long lines; {common:.1%} of all occur in training"
+        f"a training file has at most {most:.0%} of a held-out file's long lines; {common:.1%} of all such lines "
+        "occur in training"
     )
     print("\n".join(d.path for d in held_out))
 

@@ -1,7 +1,7 @@
 """The pair's cost ratio on this device: `python -m pair.cost`.
 
-It is c in Leviathan et al. 2023, section 3.3: the time of one draft step over that of one target step. The times come
-from plain decoding with each model, called in turns so that both run under the same machine conditions.
+The ratio is c in Leviathan et al. 2023, section 3.3: the time of one draft step over that of one target step. Plain
+decoding is timed with both models in turns, so that both run under the same machine conditions.
 """
 
 import argparse

@@ -83,8 +83,8 @@ def main() -> None:
     """Print all measurements for the pair in a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", type=Path, default=Path("jspec/bundled/pair_data"))
-    parser.add_argument("--windows", type=int, default=200, help="held-out windows of 512 tokens")
-    parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to continue")
+    parser.add_argument("--windows", type=int, default=200, help="number of held-out windows of 512 tokens")
+    parser.add_argument("--prompts", type=int, default=96, help="number of held-out prompts to continue")
     options = parser.parse_args()
     torch.set_num_threads(2)
     target = load_model(options.pair / "target")

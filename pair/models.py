@@ -34,7 +34,7 @@ def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     """Return a copy of `small` with `layers` layers, at least as many as before, that computes the same function.
 
     Copied layers come after their originals. Both of their output matrices are zero, so they add nothing to the
-    residual stream until trained. A shallow start costs a fraction of the time per token.
+    residual stream until trained. A shallow model trains in a fraction of the time per token.
     """
     model = new_model(TARGET | {"num_hidden_layers": layers}, small.config.vocab_size, 0)
     model.model.embed_tokens.load_state_dict(small.model.embed_tokens.state_dict())
@@ -50,7 +50,7 @@ def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def cut(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Return a draft made of the target's embeddings, and its first and last layers cut to their heaviest neurons."""
+    """Return a draft made of the target's embeddings and its first and last layers, cut to their heaviest neurons."""
     model = new_model(DRAFT, target.config.vocab_size, 0)
     model.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     model.model.norm.load_state_dict(target.model.norm.state_dict())

@@ -48,7 +48,7 @@ class Optimiser:
 
 
 def rate_factor(step: int, steps: int, decay: float) -> float:
-    """Return the share of the peak rate at `step`.
+    """Return the learning rate at `step`, as a share of the peak rate.
 
     The rate warms up linearly, stays constant, and falls linearly to zero over the last `decay` share of the steps.
     Before the decay nothing depends on `steps`, so a resumed run may use a different number of steps.

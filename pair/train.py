@@ -1,8 +1,9 @@
-"""Training of the pair from scratch to both checkpoints: `python -m pair.train --out FOLDER`.
+"""Train the pair from scratch: `python -m pair.train --out FOLDER`.
 
-The target is trained in TARGET_STAGES, shallow first. Then the draft is distilled from it. An interrupted run
-continues from the checkpoints in its work folder; delete that folder to start afresh. Matrix products are in
-bfloat16, which pays off on processors with bfloat16 arithmetic (AMX or AVX512-BF16) and is very slow on others.
+The target is trained in the stages of TARGET_STAGES, with few layers first. Then the draft is distilled from it. After
+an interruption, the same command resumes from the checkpoints in the work folder; delete that folder to start afresh.
+Matrix products are in bfloat16, which is fast on processors with bfloat16 arithmetic (AMX or AVX512-BF16) and very slow
+on others.
 """
 
 import argparse
@@ -58,7 +59,7 @@ TARGET_STAGES = (
     Stage(layers=6, steps=1000, window=MAX_POSITIONS, rate_scale=0.7, decay=0.9, wide=0.5),
 )
 
-# The loss is first the divergence, then the rejection probability. Every POOL_EVERY steps use the target's own text.
+# The loss is first the divergence, then the rejection probability. Every POOL_EVERY-th step uses the target's own text.
 DRAFT_STEPS = 1700
 DIVERGENCE_STEPS = 800
 POOL_EVERY = 2
@@ -77,7 +78,7 @@ def windows(stream: np.ndarray, tokens: int, length: int, seed: int, step: int) 
 def run_steps(model: LlamaForCausalLM, optimiser: Optimiser, folder: Path, state_file: Path, loss_of: Callable) -> None:
     """Train on the scalar `loss_of(step)` for `optimiser.steps` steps, with periodic exports to `folder`.
 
-    If `state_file` exists, an earlier, interrupted run continues from there.
+    If `state_file` exists, the interrupted run that wrote it is resumed.
     """
     first = load_state(state_file, model, optimiser) if state_file.exists() else 0
     start, recent = time.time(), []
@@ -116,7 +117,7 @@ def next_token_loss(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 
 def train_target_stage(number: int, stream: np.ndarray, packages: np.ndarray, vocab_size: int, work: Path) -> None:
-    """Train stage `number` from the previous stage's weights, into work/target-NUMBER."""
+    """Train stage `number` from the previous stage's weights, and save the result in work/target-NUMBER."""
     stage = TARGET_STAGES[number]
     if number == 0:
         model = new_model(TARGET | {"num_hidden_layers": stage.layers}, vocab_size, SEED)

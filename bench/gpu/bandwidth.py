@@ -1,4 +1,4 @@
-"""The device's read bandwidth, read from the device step's results, or measured if there are none."""
+"""The device's read bandwidth, taken from the device step's results, or measured if there are none."""
 
 import json
 from typing import Any

@@ -11,7 +11,7 @@ _FILES = ("tests/decoding/test_round.py", "tests/acceptance/test_rules.py")
 _FEW = ("tests/acceptance/test_rules.py", "-k", "receipts and TopK")
 # Programs are compiled as shipped, no files are written to the tree, and a library's warning is not an error.
 _OPTIONS = ("-p", "no:cacheprovider", "--as-shipped", "-o", "filterwarnings=default")
-_WORKERS = 14  # processes that share the device, because a test mostly compiles, on one core
+_WORKERS = 14  # processes that share the device, because a test spends most of its time compiling, on one core
 
 
 class _Outcomes:

@@ -1,4 +1,4 @@
-"""Whole rounds of plain decoding with other constants in the kernels, to replace the assumed constants."""
+"""Time whole rounds of plain decoding with other constants in the kernels, to replace the assumed ones."""
 
 import concurrent.futures
 from typing import Any

@@ -1,8 +1,8 @@
 """Decoding on the device: plain and speculative, bfloat16 and int8, each with its prediction, and a time breakdown.
 
-Programs are measured in groups, the most valuable first. A group is compiled together and runs in turns with plain
-decoding of the target, which is the reference for every speed-up. The reference is compiled alone, so that nothing
-disturbs its autotuning and the first result comes early.
+Programs are measured in groups, the most valuable first. The programs of a group are compiled together and run in turns
+with plain decoding of the target, which is the reference for every speed-up. The reference is compiled alone, so that
+nothing disturbs its autotuning and the first result comes early.
 """
 
 import time

@@ -129,7 +129,7 @@ def _nothing(x: Array, kernels: int) -> Array:
 
 
 def _host(record: Record, rehearse: bool) -> None:
-    """Call a compiled program that does nothing: without waiting, with waiting, and with fetching its result."""
+    """Call a compiled program that does nothing, without waiting for it, waiting for it, and fetching its result."""
     calls, x = 10 if rehearse else 500, jnp.zeros(())
     step = jax.jit(lambda x: x + 1)
     fetched = spread([seconds(lambda: np.asarray(step(x))) for _ in range(calls)])
@@ -150,6 +150,6 @@ def _host(record: Record, rehearse: bool) -> None:
 
 
 def _slope(call: Callable[[int], Any], few: int, many: int, repeats: int) -> float:
-    """Return the seconds per additional kernel, of which there are `many - few`."""
+    """Return the seconds per repetition, from the time of `many - few` additional repetitions."""
     times = in_turns({"few": lambda: call(few), "many": lambda: call(many)}, repeats)
     return spread(times["many"] - times["few"]).median / (many - few)

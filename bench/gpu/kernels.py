@@ -54,7 +54,7 @@ def attention_arguments(
 
 
 def spoil(keys: Any, values: Any, positions: Any, key: float = np.nan, value: float = 1e4) -> tuple[Array, Array]:
-    """Return copies of the caches in which all slots from the first new token on hold `key` and `value`.
+    """Return copies of the caches with `key` and `value` in all slots from the first new token onwards.
 
     No query may see these slots. A cache's values never contain NaN, because the XLA implementation cannot handle it.
     """

@@ -1,4 +1,4 @@
-"""The joint distribution of three tokens of a toy pair, sampled by the shipped program, against exact enumeration.
+"""Compare three tokens of a toy pair, sampled by the shipped program, with their exact joint distribution.
 
 Every output is counted. A chi-square test compares the counts with products of the target's probabilities, which are
 computed from its logits on the same device. In bfloat16 the program uses the attention kernel.

@@ -43,7 +43,7 @@ class Case:
         target: the target model.
         draft: a model or a drafter; None for plain decoding.
         setting: the parameters that determine the program's shapes.
-        tokens_a_round: the expected tokens per round in a row, at the acceptance rate that `setting` fixes.
+        tokens_a_round: the expected tokens per round of each row, at the acceptance rate that `setting` fixes.
     """
 
     name: str
@@ -59,7 +59,7 @@ def plain(name: str, target: jspec.Llama, sizes: Sizes, batch: int = 1) -> Case:
 
 
 def speculative(name: str, target: jspec.Llama, draft: Any, k: int, sizes: Sizes, batch: int = 1) -> Case:
-    """Return speculative decoding that accepts each of K = `k` draft tokens with probability `ACCEPTANCE`."""
+    """Return the case of speculative decoding that accepts each of `k` draft tokens with probability `ACCEPTANCE`."""
     setting = Setting(batch, sizes.width, sizes.new_tokens, k, Synthetic((ACCEPTANCE,)))
     return Case(name, target, draft, setting, float(theory.expected_tokens(ACCEPTANCE, k)))
 
@@ -128,7 +128,7 @@ class Decoder(Protocol):
         ...
 
     def rounds(self, limit: int) -> int:
-        """Return the number of target passes that this takes. The number is the same for every call."""
+        """Return the number of target passes that decoding takes. It is the same for every call."""
         ...
 
 

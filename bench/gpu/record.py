@@ -13,7 +13,7 @@ from bench.figures import plain
 
 
 class Record:
-    """The results of one step, written to a file whenever one is added.
+    """The results of one step, which are written to a file whenever a row is added.
 
     The file is replaced atomically, so it is complete JSON at all times.
 
@@ -59,7 +59,10 @@ class Record:
 
 
 def write(file: Path, facts: dict[str, Any]) -> None:
-    """Atomically replace `file` with `facts` as JSON: a reader sees the old or the new content, even after a kill."""
+    """Atomically replace `file` with `facts` as JSON.
+
+    A reader sees the old or the new content, even if this process is killed.
+    """
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(plain(facts), indent=1, default=_number) + "\n", encoding="utf-8")
     os.replace(partial, file)

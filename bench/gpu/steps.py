@@ -12,7 +12,7 @@ class Step:
     Attributes:
         name: the name of the step and of its file.
         module: a module with a function ``run(record: Record, rehearse: bool) -> None``.
-        share: the seconds in a drill of 540 seconds, in addition to those that earlier steps left over.
+        share: the step's seconds in a drill of 540 seconds, in addition to those that earlier steps left over.
         environment: the environment variables of its process.
         on_request: whether a drill runs the step only if it is named. A rehearsal runs it in any case.
     """
@@ -40,7 +40,7 @@ STEPS = (
 
 
 def choose(steps: Sequence[Step], only: Sequence[str], rehearse: bool) -> list[Step]:
-    """Return the steps to run: those named in `only`, or else all, with those `on_request` only in a rehearsal."""
+    """Return the steps named in `only`. If it is empty, return all, but those `on_request` only for a rehearsal."""
     if only:
         return [step for step in steps if step.name in only]
     return [step for step in steps if rehearse or not step.on_request]

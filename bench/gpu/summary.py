@@ -21,7 +21,7 @@ def of_step(folder: Path, entry: dict[str, Any]) -> str:
     rows.sort(key=lambda row: not _bad(row))  # stable
     lines += [_line(row) for row in rows[:_ROWS]]
     if len(rows) > _ROWS:
-        lines.append(f"  and {len(rows) - _ROWS} rows more in {entry['file']}")
+        lines.append(f"  and {len(rows) - _ROWS} more rows in {entry['file']}")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ _INT8_STD = 73.9  # standard deviation of uniform bytes
 
 
 def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: bool = False) -> jspec.Llama:
-    """Return a model with normally distributed matrices, or uniform ones in int8. Its norms have no effect."""
+    """Return a model with normally distributed matrices, or uniform ones in int8. Norm weights are 1."""
     leaves, form = jax.tree_util.tree_flatten_with_path(abstract.model(config, dtype, quantized))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = [

@@ -10,7 +10,7 @@ DEFAULTS: Fields = {"num_key_value_heads": 32, "sliding_window": 4096}
 def context(raw: Fields) -> int:
     """Return `positions`, or the window if it is shorter and a layer uses it.
 
-    Layers from number `max_window_layers` on use the window.
+    The window applies to the layers from number `max_window_layers` onwards.
     """
     is_on = flag(raw, "use_sliding_window") and raw.get("layer_types") is None
     first = 0 if raw.get("max_window_layers") == 0 else integer(raw, "max_window_layers", _FIRST_WINDOW)

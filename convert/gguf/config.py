@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file's metadata to the config.json that the same model has on the Hugging Face Hub."""
+"""Convert a GGUF file's metadata to the config.json that the same model has on the Hugging Face Hub."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", interleaved=False),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", interleaved=False),
 }
-# Key without the architecture's prefix -> name in config.json. Keys in none of these tables are rejected.
+# Key without the architecture's prefix -> name in config.json. Keys that are in none of these tables are rejected.
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

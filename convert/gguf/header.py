@@ -128,7 +128,7 @@ class _Reader:
 
 
 def read(file: Path) -> Header:
-    """Read the header of `file`, and check that its tensors fit the file's size to the byte.
+    """Read the header of `file`, and check that its tensors fill the rest of the file.
 
     Raises:
         CheckpointError: the file is not a GGUF file, is damaged or cut short, is one of several parts, or has tensors

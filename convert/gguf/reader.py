@@ -85,7 +85,7 @@ class GgufTensor(Tensor):
 
 
 def tensors(header: Header, config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the tensors by Hugging Face name, checked against the config like those of a Hugging Face directory.
+    """Return the tensors, keyed by Hugging Face name, after the same checks as for a Hugging Face directory.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or misshapen, or has a type that the gguf library cannot

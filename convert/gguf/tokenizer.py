@@ -116,7 +116,7 @@ def _merges(words: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _implied_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every token pair that joins to a token, by descending score and then by descending length of the parts."""
+    """Return every token pair that forms a token, by descending score and then by descending length of the parts."""
     merges: list[tuple[float, str, str]] = []
     for token, i in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))

@@ -1,1 +1,1 @@
-"""Reading and writing of trained draft heads."""
+"""Reading and writing trained draft heads."""

@@ -94,7 +94,7 @@ def read_own(directory: Path, kind: str) -> Fields:
 def new_own(destination: Path, kind: str, fields: Mapping[str, object]) -> Generator[Path]:
     """Atomically create a directory in jspec's own drafter format.
 
-    Yield the directory for the caller to write the weights, and then add config.json.
+    Yield the directory, so that the caller can write the weights, and then add config.json.
 
     Raises:
         CheckpointError: `destination` exists or cannot be written.

@@ -27,7 +27,9 @@ class MedusaConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaOrigin:
-    """Everything in the heads' files besides the weights, kept so that the files can be rewritten; hashable.
+    """Everything in the heads' files besides the weights, kept so that the files can be rewritten.
+
+    Instances are hashable.
 
     Attributes:
         layout: "medusa", as published with the paper, or "vllm".

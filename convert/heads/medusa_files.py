@@ -20,7 +20,7 @@ from convert.weight_files import SINGLE
 
 @dataclasses.dataclass(frozen=True)
 class MedusaFiles:
-    """Heads whose files were found and checked but whose weights are not read yet."""
+    """Heads whose files have been found and checked, but whose weights have not been read yet."""
 
     config: MedusaConfig
     origin: MedusaOrigin

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints with quantised weights, dequantised while they are read: one module for each format."""
+"""Hugging Face checkpoints with quantised weights, which are dequantised when read. Each format has a module."""

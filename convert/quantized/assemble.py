@@ -1,4 +1,4 @@
-"""Assembly of quantised matrices from the tensors of a checkpoint."""
+"""Assemble quantised matrices from a checkpoint's tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +51,7 @@ def _module(name: str) -> str:
 
 
 def _parts(stored: Mapping[str, Tensor], name: str, weight_format: Format) -> dict[str, Tensor]:
-    """Return the tensors that store the matrix `name`, by suffix; none if it is missing or not quantised."""
+    """Return the tensors that store the matrix `name`, keyed by suffix, or {} if it is missing or not quantised."""
     names = {suffix: f"{_module(name)}.{suffix}" for suffix in weight_format.SUFFIXES}
     parts = {suffix: stored[part] for suffix, part in names.items() if part in stored}
     is_plain = parts.keys() == {"weight"} and parts["weight"].dtype in dtypes.BY_NAME.values()

@@ -1,4 +1,4 @@
-"""The interface of quantisation formats: each combines the tensors that store a matrix into one, read by rows."""
+"""The interface of quantisation formats. Each combines the tensors that store a matrix into one to be read by rows."""
 
 import abc
 import dataclasses
@@ -50,7 +50,7 @@ class QuantizedTensor(Tensor, abc.ABC):
 
     Attributes:
         label: the format's name.
-        parts: the stored tensors, by the last component of their names.
+        parts: the stored tensors, keyed by the last component of their names.
     """
 
     label: str
@@ -96,11 +96,11 @@ class Format(abc.ABC):
     """A quantisation format, with its parameters from config.json.
 
     Attributes:
-        SUFFIXES: the last components of the names of the tensors that store a matrix. The name of a matrix that is not
+        SUFFIXES: the last name components of the tensors that store a matrix. The name of a matrix that is not
             quantised also ends in "weight".
         label: the format's name, for messages.
         ignored: the names of the modules that config.json lists as not quantised.
-        unread: the last components of the names of tensors that are not read, because they concern activations.
+        unread: the last name components of tensors that are not read, because they concern activations.
         notes: sentences about the parts of config.json that this package does not follow.
     """
 
@@ -113,7 +113,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """Return the tensors that store a matrix ``[rows, columns]``, by the last component of their names.
+        """Return the tensors that store a matrix ``[rows, columns]``, keyed by the last component of their names.
 
         Raises:
             CheckpointError: the matrix cannot be divided into groups or packed words.

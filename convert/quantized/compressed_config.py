@@ -1,4 +1,4 @@
-"""Parsing of the section that compressed-tensors writes into config.json."""
+"""Parse the section that compressed-tensors writes into config.json."""
 
 import dataclasses
 import reprlib
@@ -28,7 +28,7 @@ _ACTIVATIONS = ("input_activations", "output_activations")
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """The storage of all quantised matrices of a checkpoint.
+    """The way in which a checkpoint stores its quantised matrices.
 
     Attributes:
         format: the name of the format in compressed-tensors.

@@ -1,9 +1,9 @@
 """GPTQ in the layouts "gptq" and "gptq_v2" of AutoGPTQ and GPTQModel, with 4 or 8 bits.
 
 ``qweight`` is ``int32[I * bits / 32, O]``: each word holds consecutive inputs. ``qzeros`` is
-``int32[G, O * bits / 32]``: each word holds consecutive outputs. "gptq" stores zero points minus 1, subtracted from
-whole words, so that a zero point of 0 borrows from the next one. ``scales`` is ``float16[G, O]``, and ``g_idx``,
-``int32[I]``, is the group of each input.
+``int32[G, O * bits / 32]``: each word holds consecutive outputs. "gptq" stores zero points minus 1. The 1s are
+subtracted from whole words, so a zero point of 0 borrows from the next one. ``scales`` is ``float16[G, O]``, and
+``g_idx``, ``int32[I]``, is the group of each input.
 """
 
 import dataclasses

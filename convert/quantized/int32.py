@@ -1,4 +1,4 @@
-"""Unpacking of small integers from int32 words, which store the first integer in the lowest bits."""
+"""Unpack small integers from int32 words, which store the first integer in the lowest bits."""
 
 import numpy as np
 

@@ -174,7 +174,7 @@ def test_reduced_vocabulary_holds_frequent_tokens_and_ends(pair, monkeypatch):
     ("option", "value", "message"),
     [
         ("--activation-bits", 8, "activation_bits=8"),
-        ("--draft-vocabulary", 10**6, "--draft-vocabulary 1000000 is not from 1 to"),
+        ("--draft-vocabulary", 10**6, "--draft-vocabulary 1000000 is out of range; pass a number from 1 to"),
     ],
 )
 def test_option_that_does_not_fit_the_models_ends_command_with_one_sentence(pair, option, value, message):

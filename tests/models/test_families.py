@@ -305,7 +305,7 @@ REFUSED = {
             ("beta_slow", 33, "beta_fast must not be less than beta_slow"),
             ("truncate", "no", "truncate is 'no'; expected true or false"),
             ("original_max_position_embeddings", 8.5, "original_max_position_embeddings is 8.5"),
-            ("rope_theta", 1.0, "rope_theta is 1.0; yarn needs more than 1"),
+            ("rope_theta", 1.0, "rope_theta is 1.0; yarn needs a value above 1"),
         )
     },
     "yarn, two lengths": ({"rope_parameters": YARN, "original_max_position_embeddings": 32}, r"given as \[16, 32\]"),

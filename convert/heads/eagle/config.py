@@ -7,7 +7,7 @@ from convert.config import LlamaConfig
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig:
-    """The configuration of an EAGLE head's forward pass; hashable.
+    """The configuration of an EAGLE head's forward pass. Instances are hashable.
 
     Attributes:
         generation: 1 or 3.
@@ -41,7 +41,9 @@ class EagleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EagleOrigin:
-    """Everything in a head's files besides config and weights, kept so that the files can be rewritten; hashable.
+    """Everything in a head's files besides config and weights, kept so that the files can be rewritten.
+
+    Instances are hashable.
 
     Attributes:
         layout: a key of `convert.heads.eagle.tensor_names.LAYOUTS`.

@@ -22,7 +22,7 @@ from convert.safetensors_reader import Tensor, scan
 
 @dataclasses.dataclass(frozen=True)
 class EagleFiles:
-    """A head whose files were found and checked but whose weights are not read yet.
+    """A head whose files have been found and checked, but whose weights have not been read yet.
 
     Attributes:
         config: the head's config. `own_head` is false if the files lack an output head, even with a reduced vocabulary.

@@ -220,6 +220,6 @@ def _usual_features(num_layers: int | None) -> tuple[int, ...]:
     if sorted(set(features)) != list(features):
         raise CheckpointError(
             f"config.json has no {IDS}, and the default {list(features)} for a target of {num_layers} "
-            "layers are not three in ascending order; add the ids that the head was trained with."
+            "layers are not three different layers in ascending order; add the ids that the head was trained with."
         )
     return features

@@ -1,4 +1,4 @@
-"""Conversion of an `EagleConfig` to a config.json that sets every flag, because programs have different defaults."""
+"""Convert an `EagleConfig` to a config.json that sets every flag, because programs have different defaults."""
 
 import dataclasses
 import json
