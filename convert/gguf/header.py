@@ -164,7 +164,7 @@ def _preamble(reader: _Reader, file: Path) -> tuple[int, int]:
             "choose a little-endian file."
         )
     if version not in _VERSIONS:
-        raise CheckpointError(f"{file} is GGUF version {version}; expected 2 or 3: choose a file of that version.")
+        raise CheckpointError(f"{file} is GGUF version {version}, but must be version 2 or 3; choose another file.")
     return reader.count(), reader.count()
 
 

@@ -70,7 +70,7 @@ class GgufTensor(Tensor):
             return gguf.dequantize(data, self.stored.kind)
 
     def _bytes(self, first: int, last: int) -> np.ndarray:
-        """Return the rows of `_values` as the file stores them, ``uint8[last - first, row_bytes]``."""
+        """Return the same rows as `_values`, but as the file's raw bytes, ``uint8[last - first, row_bytes]``."""
         count = self.shape[0] if len(self.shape) > 1 else 1
         width = self.stored.nbytes // count
         try:
@@ -109,8 +109,8 @@ def _named(header: Header, config: LlamaConfig, expected: Iterable[str]) -> dict
     factors = left.pop(ROPE_FACTORS, None)  # the config already contains them
     if factors and factors.shape != (config.head_dim // 2,):
         raise CheckpointError(
-            f"{ROPE_FACTORS} in {header.file} has shape {list(factors.shape)}, expected [{config.head_dim // 2}] by "
-            "its metadata; download it again."
+            f"{ROPE_FACTORS} in {header.file} has shape {list(factors.shape)}, but the file's metadata requires "
+            f"[{config.head_dim // 2}]; download the file again."
         )
     number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[
         cast("str", header.metadata["general.architecture"])

@@ -49,7 +49,7 @@ class Awq(Format):
         """Return the format that a section of config.json describes.
 
         Raises:
-            CheckpointError: a field is invalid, or describes another layout or number of bits.
+            CheckpointError: a field is invalid, or describes an unsupported layout or number of bits.
         """
         fields.one_of(raw, "bits", (_BITS,), _BITS)
         fields.one_of(raw, "version" if raw.get("version") is not None else "format", ("gemm",), "gemm")

@@ -77,7 +77,7 @@ class Gptq(Format):
         """Return the format that a section of config.json describes.
 
         Raises:
-            CheckpointError: a field is invalid, or describes another layout or number of bits.
+            CheckpointError: a field is invalid, or describes an unsupported layout or number of bits.
         """
         bits = cast("int", fields.one_of(raw, "bits", (4, 8)))
         key = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"

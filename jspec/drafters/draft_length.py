@@ -107,7 +107,7 @@ class AtMost(DraftLength):
 
 @dataclasses.dataclass(frozen=True)
 class UpTo(AtMost):
-    """A policy that drafts up to the largest allowed number of tokens, or fewer if the drafter proposes fewer.
+    """A policy that drafts as many tokens as the drafter proposes, up to the largest allowed number.
 
     A round without draft tokens costs as much as a plain step. Use this policy with prompt-lookup drafters. With a
     draft model, it behaves like the plain number.

@@ -10,7 +10,7 @@ _FORMER, _CURRENT = "likeliest", "top_tokens"
 
 
 def former_num_top_tokens(drafter: object) -> int:
-    """Return the number of top tokens that a drafter requests under the attribute's former name, or 0."""
+    """Return the value of a drafter's former attribute `num_likeliest`, now `num_top_tokens`, or 0 if it has none."""
     return cast(int, getattr(drafter, "num_likeliest", 0))
 
 

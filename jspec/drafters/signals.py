@@ -116,7 +116,7 @@ def _given(**signals: Array | Llama | None) -> dict[str, Array | Llama]:
 
 
 def taking_signals(method: Callable[..., Result], name: str) -> Callable[..., Result]:
-    """Wrap `method`, a drafter's `init`, `read` or `commit`, so that it can be called in both forms.
+    """Wrap `method`, a drafter's `init`, `read` or `commit`, so that it can be called in either form.
 
     In the first form, the last argument is `signals`. In the second, the method receives what it requests as separate
     arguments: ``hidden``, ``features``, ``lengths``, ``top_tokens`` and ``target``. A method has the first form if it

@@ -38,7 +38,7 @@ class Matcher(Protocol):
         ...
 
     def consume(self, token: int) -> bool:
-        """Advance by `token`. If `token` may not follow, return False and do not advance."""
+        """Advance by `token`. If `token` is not allowed here, return False and do not advance."""
         ...
 
     def rollback(self, count: int) -> None:

@@ -129,7 +129,7 @@ class LLGuidance:
         return bits
 
     def consume(self, token: int) -> bool:
-        """Advance by `token`. Return False if `token` may not follow.
+        """Advance by `token`. Return False if the grammar does not allow it here.
 
         Raises:
             RuntimeError: the grammar is too complex.

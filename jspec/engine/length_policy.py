@@ -44,8 +44,8 @@ class LengthPolicy:
         """Return the number of draft tokens for the next call.
 
         Args:
-            lengths: the possible numbers, ascending.
-            cost: seconds per round, for each number that has been measured.
+            lengths: the draft lengths to choose from, ascending.
+            cost: seconds per round, for each length whose cost has been measured.
             rows: the last `RECENT` rounds of each decoding request.
         """
         unmeasured = [k for k in lengths if k not in cost]

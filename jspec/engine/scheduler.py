@@ -97,7 +97,7 @@ class ActiveRequest:
             self.shared_prefixes = []  # otherwise chains of references would keep ended requests alive
 
     def record_output(self, output: SlotOutput, draft_lengths: list[int]) -> None:
-        """Append a call's output to the result. The call's rounds were meant to draft `draft_lengths` tokens."""
+        """Append a call's output to the result. `draft_lengths` holds the intended draft length of each round."""
         result, num_top = self.result, self.request.top_logprobs
         if self.scored_pieces:
             scores = prompt_scores(self.scored_pieces, len(self.request.tokens), num_top)

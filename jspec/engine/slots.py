@@ -57,7 +57,7 @@ class Sizes:
         num_draft_tokens: K, the possible numbers of draft tokens per round, ascending; 0 is plain decoding.
         rounds: the maximum number of rounds per call.
         top_logprobs: the maximum number of top tokens that a request may specify; at most the vocabulary size.
-        small_batch_sizes: smaller numbers of slots that a call may run, ascending. They save time on devices on which
+        small_batch_sizes: the reduced slot counts that a call may use, ascending. They save time on devices on which
             idle rows cost time.
     """
 

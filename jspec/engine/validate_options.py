@@ -20,7 +20,7 @@ _LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
 
 
 def small_batches(target: LanguageModel, slots: int) -> tuple[int, ...]:
-    """Return smaller numbers of slots that a call may run: one slot, and half the slots if there are at least four.
+    """Return the reduced slot counts that a call may use: one slot, and half the slots if there are at least four.
 
     There are none on devices other than CPUs, because only on CPUs do idle slots cost as much as used ones.
     """

@@ -59,8 +59,8 @@ def _run(
 def _with_a_row_of_zeros(through: Callable[[Array, *Rest], Result]) -> Callable[[Array, *Rest], Result]:
     """Return a version of `through` that adds a row of zeros to the single row of x, at no extra cost on a GPU.
 
-    XLA turns a single row into a vector. Norms then take two kernels, and products become sums over matrices that XLA
-    may first write to memory.
+    XLA turns a single row into a vector. A norm then takes two kernels, and a matrix product becomes a sum over an
+    elementwise product, which XLA may first write to memory.
     """
     return lambda x, *rest: through(jnp.pad(x, ((0, 0), (0, 1), (0, 0))), *rest)
 

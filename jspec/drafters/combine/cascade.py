@@ -119,7 +119,7 @@ class CascadeDrafter(Drafter[_Caches]):
         return Draft(tokens, progress.probs[:, :num_draft_tokens]), (progress.cache, progress.small)
 
     def commit(self, state: _Caches, draft: Draft, verdict: Verdict, signals: TargetSignals) -> _Caches:
-        """Return `state` unchanged: row lengths determine the valid cache slots, and inner rounds updated `small`."""
+        """Return `state` unchanged: row lengths determine the valid cache slots, and `propose` has updated `small`."""
         return state
 
     def _round(self, progress: _Progress, context: Context, num_draft_tokens: int) -> _Progress:

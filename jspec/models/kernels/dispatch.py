@@ -163,7 +163,7 @@ def _is_native_available(kernel: Kernel, out_size: int) -> bool:
 
 
 def _on_one_device(axes: object) -> bool:
-    """Return whether the lowered program is one that XLA does not divide over devices."""
+    """Return whether XLA leaves the lowered program whole instead of partitioning it across devices."""
     if isinstance(axes, mlir.SPMDAxisContext):  # jax.shard_map
         return axes.manual_axes == frozenset(axes.mesh.axis_names)
     return isinstance(axes, mlir.ShardingContext) and axes.num_devices == 1
