@@ -132,13 +132,13 @@ def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
         TypeError: the draft is not a model.
         ValueError: `count` is smaller than the number of EOS ids, or larger than the vocabulary.
     """
+    vocab_size = vocab_size_of("--draft", subject.draft)
+    ends = chats.ends(subject)
+    if not len(ends) <= count <= vocab_size:
+        raise ValueError(f"--draft-vocabulary {count} is out of range; pass a number from {len(ends)} to {vocab_size}.")
     texts = [document.text for document in read_documents()]
     counted = np.concatenate([np.array(ids) for ids in subject.tokenizer(texts, verbose=False)["input_ids"]])
-    vocab_size = vocab_size_of("--draft", subject.draft)
-    ends = len(chats.ends(subject))
-    if not ends <= count <= vocab_size:
-        raise ValueError(f"--draft-vocabulary {count} is out of range; pass a number from {ends} to {vocab_size}.")
-    tokens = frequent_tokens(counted, count, vocab_size, always=chats.ends(subject))
+    tokens = frequent_tokens(counted, count, vocab_size, always=ends)
     return jspec.ModelDrafter.with_vocabulary(subject.draft, tokens)
 
 
