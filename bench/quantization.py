@@ -22,7 +22,7 @@ _BATCH = 4  # windows whose logits are in memory at the same time
 
 
 def run(subject: Subject, windows: int, repeats: int) -> None:
-    """Publish one row for the model as loaded and for each kind.
+    """Publish one row for the model as loaded, and one for each kind in `KINDS`.
 
     Raises:
         ValueError: the model cannot be quantised on this device.

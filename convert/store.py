@@ -52,7 +52,7 @@ def verify(directory: Path) -> None:
 
 
 def describe(directory: Path) -> Fields:
-    """Return the content of the description: `dtype`, and `files`, the layout of the source's safetensors files.
+    """Return the content of the description: `dtype` and `files` (the layout of the source's safetensors files).
 
     Raises:
         CheckpointError: the description is missing or not JSON.

@@ -42,7 +42,7 @@ def engine_of(
 
 
 def compile_all(engine: "Engine", set_status: Callable[[str], None]) -> None:
-    """Compile everything that the engine will run. If the status line is not visible, print a line about the wait."""
+    """Compile everything that the engine will run. If no status line is visible, print how long this can take."""
     set_status("Compiling (cached for the next run)")
     if sys.stderr and not sys.stderr.isatty():
         typer.echo("Compiling: this takes minutes the first time, and seconds once the programs are cached", err=True)

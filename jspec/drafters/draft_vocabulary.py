@@ -17,8 +17,8 @@ from jspec.core.types import check_count
 def frequent_tokens(tokens: ArrayLike, count: int, vocab_size: int, always: Sequence[int] = ()) -> np.ndarray:
     """Return the `count` most frequent tokens of ``tokens int[N]``, as ``int64[count]`` in ascending order.
 
-    Count text that the target generated, because it best predicts which tokens the target will accept. Among tokens
-    that occur equally often, those with the lowest ids are chosen.
+    Count the tokens of text that the target generated, because such text best predicts which tokens the target will
+    accept. Among tokens that occur equally often, those with the lowest ids are chosen.
 
     Args:
         tokens: the tokens to count, such as the output of `jspec.generate` without its padding.

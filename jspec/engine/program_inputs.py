@@ -40,7 +40,7 @@ class CallLimits:
     Attributes:
         stop: ``bool[S]``, rows to stop before the first round.
         rounds: ``int32[]``, the maximum number of rounds; at most `RoundSpec.max_rounds`.
-        stop_when_done: ``bool[S]``, rows whose slots other requests wait for. No round runs after such a row ends.
+        stop_when_done: ``bool[S]``, rows whose slots waiting requests need. No round runs after such a row ends.
     """
 
     stop: Array

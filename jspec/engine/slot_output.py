@@ -172,7 +172,7 @@ def unpack(
 
 
 def _per_token(flat: NDArray[np.int32 | np.float32], new: Bools) -> list[list[float]]:
-    """Return one list for each token in ``new[R, K + 1]``, from ``flat[R, (K + 1) n]``."""
+    """Return a list of n values for each token that ``new[R, K + 1]`` marks, from ``flat[R, (K + 1) n]``."""
     return flat.reshape(*new.shape, -1)[new].tolist()
 
 

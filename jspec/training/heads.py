@@ -29,7 +29,7 @@ def later(rows: Array, depth: int) -> Array:
 def parallel(
     drafter: ParallelHeadsDrafter, target: Llama, tokens: Array, target_states: TargetStates, depth: int
 ) -> Iterator[Array]:
-    """Yield the logits of Medusa or blockwise heads at position t for the token t + 2."""
+    """Yield the logits of each Medusa or blockwise head, shifted so that those at position t predict token t + 2."""
     logits = drafter.logits(target.norm(target_states.hidden), target, depth)
     for i in range(depth):
         yield later(logits[:, :, i], i)

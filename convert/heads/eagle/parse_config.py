@@ -164,7 +164,10 @@ def _flag(raw: Fields, inner: Fields, name: str) -> bool:
     """Return a flag from config.json or its section, or false if neither has it, as in vLLM and SGLang."""
     values = {flag(place, name) for place in (raw, inner) if place.get(name) is not None}
     if len(values) > 1:
-        raise CheckpointError(f"{name} differs between config.json and its {NVIDIA}; restore the head's own value.")
+        raise CheckpointError(
+            f"{name} differs between config.json and its {NVIDIA}; "
+            "set both to the value with which the head was trained."
+        )
     return values.pop() if values else False
 
 

@@ -34,8 +34,8 @@ def check_format(config: EagleConfig, layout: str) -> None:
         )
     if config.generation == 3 and (sorted(set(config.features)) != list(config.features) or config.features[0] < 0):
         raise CheckpointError(
-            f"features is {config.features}; {layout} files need distinct layers in ascending "
-            "order: create a head with such features."
+            f"features is {config.features}; {layout} files need distinct layers in ascending order, "
+            "none of them negative: create the head with such features."
         )
     if config.norm_before_fc and config.fc_norm:
         raise CheckpointError(
