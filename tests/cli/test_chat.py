@@ -124,7 +124,7 @@ def test_chat_command_prints_answers_and_statistics(run, sources, tmp_path):
         (("--system", "x"), b"", "has none; leave out --system"),
         (("--plain", "--num-draft-tokens", 3), b"", "leave out --num-draft-tokens"),
         (("--max-length", 10**6), b"", "positions that the models support"),
-        (("--max-length", 8), b"0123456789\n", "no room for an answer in 8"),
+        (("--max-length", 8), b"0123456789\n", "no room for an answer within the maximum of 8"),
         ((), b"\xff\n", "not UTF-8"),
     ],
 )
