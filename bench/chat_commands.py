@@ -104,13 +104,13 @@ def answers(
         _reject("without --pair", requests=requests, repeats=repeats, head=head, tree=tree, held_out=held_out)
         with one_sentence((ValueError, OSError)):
             run = coder.Run(
-                questions or 64,
-                tuple(batch),
-                tuple(k or (2, 4, 6)),
-                new_tokens,
-                temperature,
-                twins,
-                tune,
+                questions=questions or 64,
+                batches=tuple(batch),
+                ks=tuple(k or (2, 4, 6)),
+                new_tokens=new_tokens,
+                temperature=temperature,
+                with_transformers=twins,
+                tune=tune,
                 activation_bits=24 if bits is None else bits,
             )
             files = coder.find(target, draft)

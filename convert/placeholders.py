@@ -15,7 +15,7 @@ _ANSWERS = (
 
 
 def check(path: Path) -> None:
-    """Raise CheckpointError if `path` is not the file itself. Call this after a read fails, for a clearer error.
+    """Raise CheckpointError if `path` is not the file itself. Call this after a failed read to give a clearer error.
 
     Raises:
         CheckpointError: `path` is a git-lfs pointer, a web page, or a link to a file that does not exist.

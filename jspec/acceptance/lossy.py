@@ -157,8 +157,8 @@ def accept_longest(
     A token's distribution, given the tokens before it, therefore has no simple form. The distortion instead compares
     the longest branch with the first branch, which takes the first accepted sibling at each node and may be shorter.
     Until the two branches diverge, positions have the distortion that `kept_in_turn` returns. The position where they
-    diverge has distortion 1, for the rest of the round, plus the distortion of the rest of the first branch. Later
-    positions have distortion 0.
+    diverge has distortion 1, which covers the rest of the round, plus the distortion of the rest of the first branch.
+    Later positions have distortion 0.
 
     The summed distortion, averaged over requests, is an upper bound on the total variation distance between the
     distributions of whole outputs. The proof applies the triangle inequality round by round: the distributions of two

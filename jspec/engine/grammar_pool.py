@@ -259,7 +259,7 @@ class GrammarMasks(MaskSource):
             return worker.receive(self._connection) if self._process else None
         except TimeoutError:
             _kill(self._process)
-        except OSError:
+        except OSError:  # the compiler has ended
             pass
         return None
 

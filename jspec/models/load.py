@@ -24,7 +24,7 @@ from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import Llama, matrices, set_packed, widened
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix, widen
-from jspec.models.quantize import check_kind, packed_format, quantize_matrix
+from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
 
@@ -99,13 +99,12 @@ def load(
 
 def _is_packed(packed: bool | None, dtype: jnp.dtype, sharding: Placement | None) -> bool:
     """Return whether to load packed matrices. See `load`."""
-    on_cpu = jax.default_backend() == "cpu"
-    if packed and not on_cpu:
+    if packed and jax.default_backend() != "cpu":
         raise ValueError("Packed matrices are only supported on CPU; leave out packed=True and activation_bits.")
     if packed and sharding is not None:
         raise ValueError("Packed matrices cannot be sharded; leave out packed=True and activation_bits.")
     if packed is None:
-        return on_cpu and sharding is None and dtype == jnp.float32 and native.is_default()
+        return sharding is None and is_packed_by_default(dtype)
     return packed
 
 

@@ -55,7 +55,7 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     check_kind(kind)
     parts = [part for module in matrices(model).values() for part in module.packed or ()]
     bits = min((part.activation_bits for part in parts), default=24)
-    format = packed_format(kind, model.config, None, bool(parts) or _is_packed_by_default(model), bits)
+    format = packed_format(kind, model.config, None, bool(parts) or _can_be_packed(model), bits)
     model = copy_tree(model)
     for name, module in matrices(model).items():
         if module.scale is None or format == _FORMATS["int4"]:
@@ -137,14 +137,18 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
     module.scale = nnx.data(nnx.Param(scale))
 
 
-def _is_packed_by_default(model: Llama) -> bool:
-    """Return whether `jspec.load` would pack a model with this dtype on the devices of `model`."""
+def is_packed_by_default(dtype: jnp.dtype) -> bool:
+    """Return whether `jspec.load` packs a model of this dtype that is not sharded, unless told otherwise."""
+    return jax.default_backend() == "cpu" and dtype == jnp.float32 and native.is_default()
+
+
+def _can_be_packed(model: Llama) -> bool:
+    """Return whether `jspec.load` would pack a model like `model` by default."""
     leaves = jax.tree.leaves(model)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False
     devices = {device for leaf in leaves if isinstance(leaf, Array) for device in leaf.devices()}
-    on_one_cpu = jax.default_backend() == "cpu" and len(devices) <= 1
-    return on_one_cpu and model.dtype == jnp.float32 and native.is_default()
+    return len(devices) <= 1 and is_packed_by_default(model.dtype)
 
 
 def _source(module: Linear | Embed) -> Array | list[PackedMatrix]:

@@ -1,7 +1,5 @@
 """int8 weights with a scale per column: rounding, passes, loading, and the output distribution with int8 models."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +9,10 @@ from flax import nnx
 import convert
 import jspec
 from jspec.bundled import PAIR
-from jspec.models import load as weights
 from jspec.models import quantize
 from jspec.models.layers import Linear
 from jspec.models.quantize import matrices
-from support import law, oracle, toys
+from support import law, live_arrays, oracle, toys
 from support.checkpoints import BFLOAT16, hf_shapes, make, raw_config, tensors, write
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -204,20 +201,7 @@ def test_every_way_to_load_int8_gives_same_model(tmp_path, changes, stored):
 def test_int8_loading_needs_quarter_memory_and_no_full_model(tmp_path, monkeypatch, report):
     source = make(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=2048, head_dim=64)
     full = sum(leaf.nbytes for leaf in jax.tree.leaves(jspec.load(source, "float32")))
-    gc.collect()
-    before, live = sum(array.nbytes for array in jax.live_arrays()), []
-
-    def watched(*arguments):
-        def each():
-            for pair in arrays:
-                yield pair
-                live.append(sum(array.nbytes for array in jax.live_arrays()) - before)
-
-        config, directory, arrays = stream(*arguments)
-        return config, directory, each()
-
-    stream = weights.stream
-    monkeypatch.setattr(weights, "stream", watched)
+    live = live_arrays.watch(monkeypatch, "stream")
     quantised = jspec.load(source, "float32", quantize="int8", packed=False)
     assert {module.weight.dtype for module in matrices(quantised).values()} == {jnp.dtype("int8")}
     size, largest = sum(leaf.nbytes for leaf in jax.tree.leaves(quantised)), 4 * 2048 * 256

@@ -1,7 +1,5 @@
 """int8 and int4 weights in packed form: stored values, loading, decoding, and what the form excludes."""
 
-import gc
-
 import gguf
 import jax
 import jax.numpy as jnp
@@ -12,10 +10,9 @@ import jspec
 from convert import blocks
 from jspec.bundled import PAIR
 from jspec.models import groups, packed
-from jspec.models import load as weights
 from jspec.models.kernels.cpu import native
 from jspec.models.llama import matrices, widened
-from support import checkpoints, gguf_files
+from support import checkpoints, gguf_files, live_arrays
 from support.checkpoints import BFLOAT16
 from support.gguf_files import Kind
 from support.packed_matrices import needs_compiler, stored_rows
@@ -218,20 +215,7 @@ def test_logits_are_those_of_the_stored_weights(tmp_path, kind, report):
 
 def test_loading_holds_one_matrix_unquantised(tmp_path, monkeypatch, report):
     source = checkpoints.make(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=2048, head_dim=64)
-    gc.collect()
-    before, live = sum(array.nbytes for array in jax.live_arrays()), []
-
-    def watched(*arguments):
-        def each():
-            for pair in arrays:
-                yield pair
-                live.append(sum(array.nbytes for array in jax.live_arrays()) - before)
-
-        config, directory, arrays = stream(*arguments)
-        return config, directory, each()
-
-    stream = weights.stream_packed
-    monkeypatch.setattr(weights, "stream_packed", watched)
+    live = live_arrays.watch(monkeypatch, "stream_packed")
     model = jspec.load(source, quantize="int4", packed=True)
     size, largest = sum(leaf.nbytes for leaf in jax.tree.leaves(model)), 4 * 2048 * 256
     report(peak_above_it=f"{(max(live) - size) / largest:.2f} of the largest array")
