@@ -30,8 +30,10 @@ import convert
 from convert.blocks import FORMATS
 from jspec.core.types import PyTree
 from jspec.engine.memory_budget import JaxDevice
+from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu import native
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel
+from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 
 _LOG = logging.getLogger("jspec")
@@ -40,7 +42,8 @@ _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 # Packages whose versions or code are part of a file's name. Code of other packages may change without notice.
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
 # Other versions of JAX or jspec may lack these kernels, but never read the file: its name depends on the versions.
-_KERNELS = ["__gpu$xla.gpu.triton", *(Kernel(*kind).target for kind in itertools.product(FORMATS, ACTIVATION_BITS))]
+_PRODUCTS = [ProductKernel(*kind) for kind in itertools.product(FORMATS, ACTIVATION_BITS)]
+_KERNELS = ["__gpu$xla.gpu.triton", *(kernel.target for kernel in (AttentionKernel(), *_PRODUCTS))]
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in _KERNELS]
 _Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray
 _Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
@@ -58,7 +61,7 @@ def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts:
         parts: values that can be pickled.
     """
     leaves, structure = cast(tuple[list[_Leaf], Hashable], jax.tree.flatten(arguments))
-    path = _path(leaves, structure, (*parts, _native_kernels(arguments)))
+    path = _path(leaves, structure, (*parts, _native_kernels(arguments, _device(leaves).platform)))
     if path is not None:
         try:
             return _lower_exported(path, program, arguments, leaves, structure)
@@ -70,18 +73,20 @@ def lower(program: Callable[..., PyTree], arguments: tuple[PyTree, ...], *parts:
     return jax.jit(program, donate_argnums=1).lower(*arguments)
 
 
-def _native_kernels(arguments: PyTree) -> tuple[tuple[str, bool], ...]:
-    """Register the native kernels that a program with these arguments needs.
+def _native_kernels(arguments: PyTree, platform: str) -> list[tuple[str, bool]]:
+    """Register the native kernels that a program with these arguments may need.
 
     Return each kernel's name, and whether it could be registered.
     """
+    if platform != "cpu":
+        return []
 
     def is_packed(node: object) -> bool:
         return isinstance(node, PackedMatrix)
 
     nodes = cast(list[object], jax.tree.leaves(arguments, is_leaf=is_packed))
-    kernels = sorted({node.kernel for node in nodes if isinstance(node, PackedMatrix)})
-    return tuple((kernel.target, native.register(kernel)) for kernel in kernels)
+    kernels = {AttentionKernel(), *(node.kernel for node in nodes if isinstance(node, PackedMatrix))}
+    return sorted((kernel.target, native.register(kernel)) for kernel in kernels)
 
 
 def _lower_exported(
@@ -110,7 +115,8 @@ def _export(program: Callable[..., PyTree], leaves: list[_Leaf], structure: Hash
         results.append(result)
         return values
 
-    exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=_SAME_VERSION)(*leaves)
+    with dispatch.kernels_in_exports():
+        exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=_SAME_VERSION)(*leaves)
     return exported, results[-1]
 
 

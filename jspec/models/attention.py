@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
 from jspec.models.kernels import dispatch as choice
+from jspec.models.kernels.cpu.masked_attention import VisibleCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
 from jspec.models.rope import rotate
@@ -45,15 +47,6 @@ class AttentionContext:
     past: Past | None = None
     branches: Branches | None = None
     cache_rows: Array | None = None
-
-
-class _Part(NamedTuple):
-    """A KV cache that attention reads: keys, values, rows, and the mask of visible slots, ``bool[B, S, T]``."""
-
-    keys: Array
-    values: Array
-    rows: Array | None
-    mask: Array
 
 
 class Attention(nnx.Module):
@@ -118,11 +111,13 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     slots = slots if past is None else slots - past[3][:, None]
     keys = write(context.keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
     values = write(context.values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
-    parts, last = [_Part(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
+    caches, last = [VisibleCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
     if past is not None:
         last = past[3][:, None] - 1
-        parts.insert(0, _Part(*past[:3], visible(last, past[0].shape[3])))
-    mixed = _attend_filled(rotate(q, tables), parts, last).swapaxes(1, 2).reshape(batch, tokens, -1)
+        seen = jnp.broadcast_to(visible(last, past[0].shape[3]), (batch, tokens, past[0].shape[3]))
+        caches.insert(0, VisibleCache(*past[:3], seen))
+    attended = choice.masked_attention(_attend_filled, rotate(q, tables), caches, last)
+    mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)
     return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
 
 
@@ -133,28 +128,28 @@ def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
     return visible_branches(slots[:, 0] - branches.read, branches, num_slots)
 
 
-def _attend_filled(q: Array, parts: list[_Part], last: Array) -> Array:
-    """Run `_attend` for queries that see no slots of the first part after their `last` slot.
+def _attend_filled(q: Array, caches: Sequence[VisibleCache], last: Array) -> tuple[Array]:
+    """Run `_attend` for queries that see no slots of the first cache after their `last` slot.
 
     CPUs read the shortest sufficient prefix of the slots. Each candidate length is about twice the previous length.
-    GPUs without a kernel read all slots, because they would have to wait for the host to choose.
+    GPUs read all slots, because they would have to wait for the host to choose.
     """
-    lengths = _prefixes(parts[0].keys.shape[3])
+    lengths = _prefixes(caches[0].keys.shape[3])
     if len(lengths) == 1:
-        return _attend(q, parts)
+        return (_attend(q, caches),)
 
-    def of_prefix(length: int, q: Array, parts: list[_Part]) -> Array:
-        (keys, values, rows, mask), *others = parts
-        return _attend(q, [_Part(keys[..., :length], values[:, :, :length], rows, mask[..., :length]), *others])
+    def of_prefix(length: int, q: Array, caches: Sequence[VisibleCache]) -> Array:
+        (keys, values, rows, mask), *others = caches
+        return _attend(q, [VisibleCache(keys[..., :length], values[:, :, :length], rows, mask[..., :length]), *others])
 
-    def chosen(q: Array, parts: list[_Part], last: Array) -> Array:
+    def chosen(q: Array, caches: Sequence[VisibleCache], last: Array) -> Array:
         which = jnp.searchsorted(np.array(lengths[:-1]), jnp.max(last) + 1)
-        return cast(Array, lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, parts))
+        return cast(Array, lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, caches))
 
-    def whole(q: Array, parts: list[_Part], _: Array) -> Array:
-        return _attend(q, parts)
+    def whole(q: Array, caches: Sequence[VisibleCache], _: Array) -> Array:
+        return _attend(q, caches)
 
-    return cast(Array, lax.platform_dependent(q, parts, last, cpu=chosen, default=whole))
+    return (cast(Array, lax.platform_dependent(q, caches, last, cpu=chosen, default=whole)),)
 
 
 def _prefixes(slots: int) -> list[int]:
@@ -165,22 +160,22 @@ def _prefixes(slots: int) -> list[int]:
     return [*lengths[:-1], slots]
 
 
-def _attend(q: Array, parts: list[_Part]) -> Array:
-    """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots of all parts."""
+def _attend(q: Array, caches: Sequence[VisibleCache]) -> Array:
+    """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots of all caches."""
     batch, heads, steps, size = q.shape
-    groups = parts[0].keys.shape[1]
+    groups = caches[0].keys.shape[1]
     q = q.reshape(batch, groups, heads // groups, steps, size)
 
     def score(keys: Array, mask: Array) -> Array:
         scores = einsum("bgrsd,bgdt->bgrst", q, keys, jnp.float32) / math.sqrt(size)
         return jnp.where(mask[:, None, None], scores, cast(float, jnp.finfo(jnp.float32).min))
 
-    scores = [score(own_rows(part.keys, part.rows), part.mask) for part in parts]
+    scores = [score(own_rows(cache.keys, cache.rows), cache.mask) for cache in caches]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     # Keep float32 until the sum. XLA's CPU kernels also support only a float32 result. See `_product_of_halves`.
     mixed = [
-        einsum("bgrst,bgtd->bgrsd", weight, own_rows(part.values, part.rows), jnp.float32)
-        for weight, part in zip(jnp.split(weights, ends[:-1], axis=-1), parts, strict=True)
+        einsum("bgrst,bgtd->bgrsd", weight, own_rows(cache.values, cache.rows), jnp.float32)
+        for weight, cache in zip(jnp.split(weights, ends[:-1], axis=-1), caches, strict=True)
     ]
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(batch, heads, steps, size)

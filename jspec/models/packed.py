@@ -24,7 +24,7 @@ from jax.typing import ArrayLike
 
 from convert.blocks import FORMATS, LANES
 from jspec.models.kernels import dispatch
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.product import ProductKernel
 
 ACTIVATION_BITS = (8, 16, 24)
 _RUN = 32  # activations that share a step
@@ -49,9 +49,9 @@ class PackedMatrix(nnx.Module):
         self.activation_bits = 24 if format in _FLOATS else activation_bits
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> ProductKernel:
         """The native kernel for this matrix."""
-        return Kernel(self.format, self.activation_bits)
+        return ProductKernel(self.format, self.activation_bits)
 
     def multiply(self, x: Array) -> Array:
         """Return the product ``float32[..., out]`` for ``x[..., in]``, which is widened to float32."""
@@ -110,12 +110,12 @@ def select(parts: Sequence[PackedMatrix], rows: ArrayLike) -> list[PackedMatrix]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _product(x: Array, tiles: Array, kernel: Kernel, out_size: int) -> Array:
+def _product(x: Array, tiles: Array, kernel: ProductKernel, out_size: int) -> Array:
     """Multiply as `multiply_widened` does. The compilation makes native kernels usable outside `jax.jit`, too."""
     return dispatch.packed_product(multiply_widened, x, tiles, kernel, out_size)
 
 
-def multiply_widened(x: Array, tiles: Array, kernel: Kernel, out_size: int) -> tuple[Array]:
+def multiply_widened(x: Array, tiles: Array, kernel: ProductKernel, out_size: int) -> tuple[Array]:
     """Return the product ``float32[M, out]`` of ``x[M, in]`` and a packed matrix, which is widened first."""
     weight = _widened(tiles, kernel.format)[:out_size]
     if kernel.activation_bits < 24:

@@ -22,7 +22,7 @@ from convert.keymap import shapes
 from jspec.models.array_layout import lay_out
 from jspec.models.groups import GROUP, quantized_matrix, quantized_part
 from jspec.models.kernels.cpu import native
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.layers import Embed, Linear, copy_tree
 from jspec.models.llama import Llama, matrices, set_packed, set_weight
 from jspec.models.packed import PackedMatrix, widen
@@ -89,7 +89,7 @@ def packed_format(kind: str, config: LlamaConfig, packed: bool | None, by_defaul
     if packed is None and unsuited is not None and kind == "int8":
         return None
     if packed is None:
-        packed = by_default and native.register(Kernel(format, bits))
+        packed = by_default and native.register(ProductKernel(format, bits))
     if not packed and kind == "int4":
         raise ValueError(
             'quantize="int4" needs packed weights, which are the default only for float32 on one CPU with AVX-512 VNNI '

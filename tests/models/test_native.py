@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.product import ProductKernel
 from support.packed_matrices import matrix, needs_compiler
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-KERNEL = native.Kernel("Q4_0", 24)
+KERNEL = ProductKernel("Q4_0", 24)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_library_is_compiled_once_and_damaged_files_are_replaced(fresh, tmp_path
     ("compiler", "said"),
     [
         ("/does/not/exist", "no C\\+\\+ compiler was found; install g\\+\\+ or clang\\+\\+, or set CXX"),
-        ("false", "could not compile products.cc \\(exit status 1\\)"),
+        ("false", "could not compile product.cc \\(exit status 1\\)"),
     ],
 )
 def test_without_compiler_xla_is_used_with_one_warning(fresh, caplog, compiler, said):

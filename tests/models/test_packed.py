@@ -11,6 +11,7 @@ import pytest
 from convert import blocks
 from jspec.models import packed
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.packed import PackedMatrix
 from support.packed_matrices import FORMATS, matrix, needs_compiler, rounded
 
@@ -109,7 +110,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(name, bits):
 def test_other_instruction_sets_give_the_same_product(monkeypatch, tmp_path, name, processor, bits):
     flags = [f"-march={processor}" if flag.startswith("-march") else flag for flag in native._FLAGS]
     monkeypatch.setattr(native, "_FLAGS", tuple(flags))
-    native._compile(native._compiler(), native.Kernel(name, bits), tmp_path / "product.so")
+    native._compile(native._compiler(), ProductKernel(name, bits), tmp_path / "product.so")
     loaded = jax.ffi.pycapsule(ctypes.CDLL(str(tmp_path / "product.so")).product)
     target = f"test_product_{name}_{processor}_{bits}"
     jax.ffi.register_ffi_target(target, loaded, platform="cpu")

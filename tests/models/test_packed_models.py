@@ -1,5 +1,7 @@
 """Models with packed matrices, loaded from files."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from convert import CheckpointError
 from jspec.engine import exported_programs
 from jspec.models import packed
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel
+from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.llama import matrices, widened
 from jspec.training.target_states import fingerprint
 from support import checkpoints, gguf_files
@@ -53,7 +57,10 @@ def test_packed_model_computes_the_same_function(file):
     wide, model = jspec.load(file, packed=False), jspec.load(file, packed=True)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 9), np.int32)
     expected, found = (jax.jit(lambda m, t: m(t))(m, tokens) for m in (wide, model))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    exported = jax.export.export(jax.jit(lambda t: model(t)))(tokens)
+    stored = jax.export.deserialize(exported.serialize()).call(tokens)
+    for one in (found, stored):
+        np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -94,10 +101,11 @@ def test_non_finite_scales_are_rejected(tmp_path):
 @needs_compiler
 def test_stored_programs_register_their_kernels(monkeypatch, file):
     model = jspec.load(file, packed=True)
-    monkeypatch.setattr(native, "register", lambda kernel: kernel.format != "Q8_0")
-    kernels = dict(exported_programs._native_kernels((model, {"x": np.zeros(3)})))
-    expected = {*MIXED.values(), "Q4_0"}
-    assert kernels == {native.Kernel(format, 24).target: format != "Q8_0" for format in expected}
+    monkeypatch.setattr(native, "register", lambda kernel: kernel != ProductKernel("Q8_0", 24))
+    kernels = dict(exported_programs._native_kernels((model, {"x": np.zeros(3)}), "cpu"))
+    products = {ProductKernel(format, 24).target: format != "Q8_0" for format in {*MIXED.values(), "Q4_0"}}
+    assert kernels == products | {AttentionKernel().target: True}
+    assert not exported_programs._native_kernels((model,), "cuda")
 
 
 def test_rounding_of_activations_keeps_matrices_packed(file, monkeypatch):
@@ -155,18 +163,26 @@ def test_reduced_vocabulary_has_the_bits_of_the_whole_one(tmp_path, file, tied):
 
 
 @needs_compiler
-def test_greedy_text_does_not_depend_on_drafting_or_batching(file):
-    model = jspec.load(file, packed=True)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (5, 6), np.int32)
-    lengths, keys = np.full(5, 6, np.int32), jax.random.split(jax.random.key(0), 5)
-    options = {"max_new_tokens": 24, "sampling": jspec.SamplingParams(temperature=0.0)}
-    plain = jspec.generate(model, tokens, lengths, keys, **options)
-    for drafter, rows in (
-        (jspec.NGramDrafter(), slice(0, 5)),
-        (jspec.NGramDrafter(), slice(2, 3)),
-        (None, slice(1, 2)),
-    ):
-        run = jspec.generate if drafter is None else jspec.speculative_generate
-        models = (model,) if drafter is None else (model, drafter)
-        other = run(*models, tokens[rows], lengths[rows], keys[rows], **options)
-        assert np.asarray(other.tokens).tobytes() == np.asarray(plain.tokens[rows]).tobytes()
+@pytest.mark.parametrize("bits", [24, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_and_log_probabilities_have_the_bits_of_plain_decoding(file, bits, temperature):
+    """Drafts, trees, batches and padding change no bit, because each row's products and attention are its own."""
+    model = jspec.load(file, packed=True, activation_bits=bits)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (5, 11), np.int32)
+    batch = tokens, np.array([11, 3, 6, 11, 2], np.int32), jax.random.split(jax.random.key(0), 5)
+    options = {"max_new_tokens": 20, "sampling": jspec.SamplingParams(temperature=temperature)}
+    plain = jspec.generate(model, *batch, **options)
+    drafted = functools.partial(jspec.speculative_generate, model, accept="coupled", **options)
+    own = jspec.ModelDrafter(model)
+    runs = {
+        "one row": lambda *batch: jspec.generate(model, *batch, **options),
+        "lookup": functools.partial(drafted, jspec.NGramDrafter(), num_draft_tokens=9),
+        "model": functools.partial(drafted, own, num_draft_tokens=4),
+        "tree": functools.partial(drafted, jspec.TreeDrafter(own, jspec.Tree.branching((3, 2, 1)))),
+    }
+    for name, run in runs.items():
+        for rows in (slice(1, 2),) if name == "one row" else (slice(0, 5), slice(2, 3)):
+            found = run(*(part[rows] for part in batch))
+            for field in ("tokens", "logprobs", "raw_logprobs"):
+                pair = (np.asarray(part).tobytes() for part in (getattr(found, field), getattr(plain, field)[rows]))
+                assert len(set(pair)) == 1, (name, field)

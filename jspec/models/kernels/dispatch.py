@@ -1,10 +1,12 @@
 """The choice of whether a program uses a kernel. The platform and the device count are known only at lowering."""
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
@@ -17,8 +19,11 @@ from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
 from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
-from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu import masked_attention as cpu_attention
+from jspec.models.kernels.cpu import native, product
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel, VisibleCache
 from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.product import ProductKernel
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -26,6 +31,20 @@ if TYPE_CHECKING:
 _TRITON = "jax.experimental.pallas.triton"
 Results = TypeVar("Results", bound=tuple[Array, ...])
 _Options = tuple[tuple[str, object], ...]
+_kernels_in_exports = ContextVar("_kernels_in_exports", default=False)
+
+
+@contextlib.contextmanager
+def kernels_in_exports() -> Generator[None]:
+    """Let programs that `jax.export` lowers use kernels, like all other programs.
+
+    By default they use none, so that they also run on other machines and with other versions of JAX.
+    """
+    token = _kernels_in_exports.set(True)
+    try:
+        yield
+    finally:
+        _kernels_in_exports.reset(token)
 
 
 def attention(
@@ -55,8 +74,20 @@ def project_add_norm(
     return _choose(_norm_p, suits, otherwise, (x, inner, weight, gamma), eps=eps)
 
 
+def masked_attention(
+    otherwise: Callable[..., tuple[Array]], q: Array, caches: Sequence[VisibleCache], last: Array
+) -> Array:
+    """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots. See `_choose`.
+
+    Args:
+        last: ``int32[B, S]``. No query sees a later slot of the first cache.
+    """
+    suits = all(array.dtype == jnp.float32 for cache in caches for array in (q, cache.keys, cache.values))
+    return _choose(_masked_attention_p, suits, otherwise, (q, tuple(caches), last))[0]
+
+
 def packed_product(
-    otherwise: Callable[..., tuple[Array]], x: Array, tiles: Array, kernel: Kernel, out_size: int
+    otherwise: Callable[..., tuple[Array]], x: Array, tiles: Array, kernel: ProductKernel, out_size: int
 ) -> Array:
     """Return the product of ``x[M, in]`` and a `jspec.models.packed.PackedMatrix`. See `_choose`."""
     return _choose(_product_p, True, otherwise, (x, tiles), kernel=kernel, out_size=out_size)[0]
@@ -108,8 +139,12 @@ def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
         return norm.project_add_norm(*arguments, eps=eps)
 
 
-def _multiply_on_cpu(x: Array, tiles: Array, *, kernel: Kernel, out_size: int) -> tuple[Array]:
-    return (native.multiply(kernel, x, tiles, out_size),)
+def _attend_on_cpu(q: Array, caches: Sequence[VisibleCache], last: Array) -> tuple[Array]:
+    return (cpu_attention.attend(q, caches),)
+
+
+def _multiply_on_cpu(x: Array, tiles: Array, *, kernel: ProductKernel, out_size: int) -> tuple[Array]:
+    return (product.multiply(kernel, x, tiles, out_size),)
 
 
 def _primitive(
@@ -135,8 +170,10 @@ def _primitive(
         options: _Options,
         **others: object,
     ) -> object:
-        alone = _on_one_device(context.module_context.axis_context)
-        form = kernel if alone and is_available(**dict(options)) else otherwise
+        module = context.module_context
+        suits = _kernels_in_exports.get() or not module.lowering_parameters.for_export
+        suits = suits and _on_one_device(module.axis_context)
+        form = kernel if suits and is_available(**dict(options)) else otherwise
         return cast(object, mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, options=options, **others))
 
     def types_of_results(*types: "ShapedArray", options: _Options, **_: object) -> "tuple[ShapedArray, ...]":
@@ -158,8 +195,8 @@ def _is_triton_available(**_: object) -> bool:
     return wanted and importlib.util.find_spec(_TRITON) is not None
 
 
-def _is_native_available(kernel: Kernel, out_size: int) -> bool:
-    return native.register(kernel)
+def _is_native_available(kernel: Kernel | None = None, **_: object) -> bool:
+    return native.register(kernel or AttentionKernel())
 
 
 def _on_one_device(axes: object) -> bool:
@@ -215,11 +252,18 @@ def _normed(
     return x, x
 
 
-def _multiplied(x: "ShapedArray", tiles: "ShapedArray", *, kernel: Kernel, out_size: int) -> "tuple[ShapedArray, ...]":
+def _attended_masked(q: "ShapedArray", *_: "ShapedArray") -> "tuple[ShapedArray, ...]":
+    return (q,)
+
+
+def _multiplied(
+    x: "ShapedArray", tiles: "ShapedArray", *, kernel: ProductKernel, out_size: int
+) -> "tuple[ShapedArray, ...]":
     return (x.update(shape=(x.shape[0], out_size)),)
 
 
 _attention_p = _primitive("attention", "cuda", _attend_on_gpu, _is_triton_available, _attended)
 _norm_p = _primitive("project_add_norm", "cuda", _norm_on_gpu, _is_triton_available, _normed)
+_masked_attention_p = _primitive("masked_attention", "cpu", _attend_on_cpu, _is_native_available, _attended_masked)
 _product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_available, _multiplied)
 batching.primitive_batchers[_product_p] = _batch_product

@@ -1,4 +1,4 @@
-"""Compilation and registration of the native kernels. Without a compiler, programs use XLA's product instead."""
+"""Compilation and registration of the native kernels. Without a compiler, programs use XLA's operations instead."""
 
 import ctypes
 import functools
@@ -9,16 +9,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import jaxlib.version
-from jax import Array
 
 _LOG = logging.getLogger("jspec")
-_SOURCE = Path(__file__).with_name("products.cc")
+_SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "clang++", "c++")
 # Without contraction, the compiler fuses no operations, so rounding does not depend on the number of rows.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
@@ -26,27 +25,29 @@ _SECONDS = 300  # a compilation takes a few seconds
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class Kernel(NamedTuple):
-    """A native kernel that multiplies by matrices of one format.
+class Kernel(ABC):
+    """A native kernel, compiled from one source file in this folder.
 
     Attributes:
-        format: a key of `convert.blocks.FORMATS`.
-        activation_bits: 8, 16 or 24. See `jspec.models.packed`.
+        source: the file's name without its suffix. The file defines a handler of the same name.
     """
 
-    format: str
-    activation_bits: int
+    source: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The kernel's name in file names and compiled programs."""
+
+    @property
+    def definitions(self) -> dict[str, object]:
+        """The values of the macros that the source file expects."""
+        return {}
 
     @property
     def target(self) -> str:
         """The name that compiled programs use for the kernel. The name changes with the kernel's source code."""
-        return f"jspec_product_{self.format}_{self.activation_bits}_{_digest()[:8]}"
-
-
-def multiply(kernel: Kernel, x: Array, tiles: Array, out_size: int) -> Array:
-    """Return the product ``float32[M, out]`` of ``x``, ``float32[M, in]``, and `tiles`. For CPU programs only."""
-    result = jax.ShapeDtypeStruct((x.shape[0], out_size), jnp.float32)
-    return jax.ffi.ffi_call(kernel.target, result)(x, tiles)
+        return f"jspec_{self.source}_{self.name}_{_digest(self.source)[:8]}"
 
 
 def is_default() -> bool:
@@ -71,13 +72,14 @@ def register(kernel: Kernel) -> bool:
     except (OSError, subprocess.SubprocessError) as error:
         _warn_once(str(error))
         return False
-    jax.ffi.register_ffi_target(kernel.target, jax.ffi.pycapsule(loaded.product), platform="cpu")
+    handler = jax.ffi.pycapsule(getattr(loaded, kernel.source))
+    jax.ffi.register_ffi_target(kernel.target, handler, platform="cpu")
     return True
 
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _LOG.warning("Weights are widened, which is slower than reading them as they are stored: %s", reason)
+    _LOG.warning("XLA's slower operations replace the native kernels: %s", reason)
 
 
 def library(kernel: Kernel) -> Path:
@@ -90,9 +92,9 @@ def library(kernel: Kernel) -> Path:
     compiler = _compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler was found; install g++ or clang++, or set CXX.")
-    parts = (_digest(), jaxlib.version.__version__, compiler, _FLAGS, _cpu())
+    parts = (_digest(kernel.source), jaxlib.version.__version__, compiler, _FLAGS, _cpu())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    path = _folder() / f"{kernel.format}-{kernel.activation_bits}-{name}.so"
+    path = _folder() / f"{kernel.source}-{kernel.name}-{name}.so"
     if not _is_whole(path):
         _compile(compiler, kernel, path)
     return path
@@ -108,17 +110,17 @@ def _compile(compiler: str, kernel: Kernel, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        defined = f"-DFORMAT={kernel.format}", f"-DPLANES={kernel.activation_bits // 8}"
-        include = f"-I{jax.ffi.include_dir()}"
-        command = [compiler, *_FLAGS, *defined, include, str(_SOURCE), "-o", str(output)]
-        _LOG.info("Compiling the kernel for %s weights on this CPU.", kernel.format)
+        source = _SOURCES / f"{kernel.source}.cc"
+        defined = [f"-D{macro}={value}" for macro, value in kernel.definitions.items()]
+        command = [compiler, *_FLAGS, *defined, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(output)]
+        _LOG.info("Compiling the kernel %s_%s for this CPU.", kernel.source, kernel.name)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
             raise subprocess.SubprocessError(f"{compiler} took more than {_SECONDS} seconds.") from error
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise subprocess.SubprocessError(f"{compiler} could not compile {_SOURCE.name} ({last}).")
+            raise subprocess.SubprocessError(f"{compiler} could not compile {source.name} ({last}).")
         with output.open("ab") as stream:
             stream.write(hashlib.sha256(output.read_bytes()).digest())
         os.replace(output, path)  # atomically, because other processes may compile the same kernel
@@ -134,8 +136,9 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _digest() -> str:
-    files = (_SOURCE, *sorted(_SOURCE.parent.glob("*.h")))
+def _digest(source: str) -> str:
+    """Return a digest of a source file and all headers."""
+    files = (_SOURCES / f"{source}.cc", *sorted(_SOURCES.glob("*.h")))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

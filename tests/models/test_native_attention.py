@@ -1,0 +1,178 @@
+"""The native kernel for attention, compared with float64 and with itself."""
+
+import ctypes
+import math
+import platform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jspec.models import attention
+from jspec.models.kernels import dispatch
+from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel, VisibleCache, attend
+from support.packed_matrices import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("quick_compile")]
+SHAPES = [  # heads, groups, elements
+    *((4, 2, 16), (1, 1, 8), (8, 1, 64), (9, 3, 40), (14, 2, 64), (12, 2, 128), (11, 1, 24), (3, 3, 33)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    assert native.register(AttentionKernel())
+
+
+def problem(shape, batch, tokens, slots, seed=0):
+    """Return random queries, and a cache in which every query sees its own random slots."""
+    (heads, groups, size), rng = shape, np.random.default_rng(seed)
+    q = rng.standard_normal((batch, heads, tokens, size), np.float32)
+    keys = rng.standard_normal((batch, groups, size, slots), np.float32)
+    values = rng.standard_normal((batch, groups, slots, size), np.float32)
+    mask = rng.random((batch, tokens, slots)) < rng.random((batch, tokens, 1))
+    mask[..., rng.integers(slots)] = True
+    return q, VisibleCache(keys, values, None, mask)
+
+
+def exact(q, caches):
+    """Return softmax attention in float64."""
+    q = q.astype(np.float64)
+    own = [np.arange(len(q)) if cache.rows is None else cache.rows for cache in caches]
+    keys = np.concatenate([cache.keys[rows] for cache, rows in zip(caches, own, strict=True)], axis=3)
+    values = np.concatenate([cache.values[rows] for cache, rows in zip(caches, own, strict=True)], axis=2)
+    mask = np.concatenate([cache.mask for cache in caches], axis=2)
+    shared = q.shape[1] // keys.shape[1]
+    keys, values = (np.repeat(part.astype(np.float64), shared, axis=1) for part in (keys, values))
+    scores = np.where(mask[:, None], q @ keys / math.sqrt(q.shape[3]), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights @ values / weights.sum(axis=-1, keepdims=True)
+
+
+def run(q, *caches):
+    return np.asarray(jax.jit(attend)(q, caches))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_result_is_softmax_attention(shape, report):
+    worst = np.zeros(2)
+    for batch, tokens, slots in ((1, 1, 1), (2, 3, 7), (1, 8, 16), (3, 1, 31), (2, 5, 32), (1, 2, 33), (1, 17, 300)):
+        q, cache = problem(shape, batch, tokens, slots)
+        found = run(10 * q, cache), jax.jit(attention._attend)(10 * q, [cache])
+        worst = np.maximum(worst, [np.abs(part - exact(10 * q, [cache])).max() for part in found])
+    report(shape=shape, error=f"{worst[0]:.1e}", xla=f"{worst[1]:.1e}")
+    assert worst[0] < 3e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_result_has_the_same_bits_however_it_is_computed(shape):
+    """Each query is computed alone, in a smaller cache, with its prefix in another cache, and from selected rows."""
+    q, (keys, values, _, mask) = problem(shape, 2, 9, 90)
+    mask[..., 70:] = False
+    whole = run(q, VisibleCache(keys, values, None, mask))
+    for token in range(9):
+        alone = run(q[:, :, token : token + 1], VisibleCache(keys, values, None, mask[:, token : token + 1]))
+        assert alone.tobytes() == whole[:, :, token : token + 1].tobytes()
+    short = VisibleCache(keys[..., :70], values[:, :, :70], None, mask[..., :70])
+    assert run(q, short).tobytes() == whole.tobytes()
+    for end in (1, 16, 45):
+        prefix = VisibleCache(keys[..., :end], values[:, :, :end], None, mask[..., :end])
+        rest = VisibleCache(keys[..., end:], values[:, :, end:], None, mask[..., end:])
+        assert run(q, prefix, rest).tobytes() == whole.tobytes()
+    rows = np.array([3, 1], np.int32)
+    wide_keys, wide_values = (np.full((4, *part.shape[1:]), np.nan, np.float32) for part in (keys, values))
+    wide_keys[rows], wide_values[rows] = keys, values
+    assert run(q, VisibleCache(wide_keys, wide_values, rows, mask)).tobytes() == whole.tobytes()
+
+
+def test_node_of_a_tree_has_the_bits_of_a_sequence():
+    q, (keys, values, _, _) = problem((4, 2, 16), 1, 1, 50)
+    path = [*range(20), 20, 23, 31, 47]
+    mask = np.zeros((1, 1, 50), bool)
+    mask[..., path] = True
+    sequence = VisibleCache(keys[..., path], values[:, :, path], None, np.ones((1, 1, len(path)), bool))
+    assert run(q, VisibleCache(keys, values, None, mask)).tobytes() == run(q, sequence).tobytes()
+
+
+def test_more_threads_give_the_same_bits():
+    """Many queries use all threads, and few use one."""
+    q, (keys, values, _, mask) = problem((8, 2, 64), 1, 64, 300)
+    whole = run(q, VisibleCache(keys, values, None, mask))
+    assert q.shape[2] * 8 * 64 * 300 * 2 > 1 << 20 > 8 * 64 * 300 * 2
+    for token in range(64):
+        alone = run(q[:, :, token : token + 1], VisibleCache(keys, values, None, mask[:, token : token + 1]))
+        assert alone.tobytes() == whole[:, :, token : token + 1].tobytes()
+
+
+def test_values_that_are_not_finite_affect_only_the_queries_that_see_them():
+    q, (keys, values, _, mask) = problem((4, 2, 16), 2, 5, 40)
+    mask[..., 8], mask[0, 3, 8] = False, True
+    expected = run(q, VisibleCache(keys, values, None, mask))
+    keys[:, :, :, 8] = np.nan
+    values[:, :, 8] = 1e38
+    found = run(q, VisibleCache(keys, values, None, mask)).copy()
+    assert np.isnan(found[0, :, 3]).all()
+    found[0, :, 3] = expected[0, :, 3]
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e3, 1e12])
+def test_extreme_scores(factor):
+    q, cache = problem((4, 2, 16), 1, 3, 40)
+    found = run(np.float32(factor) * q, cache)
+    np.testing.assert_allclose(found, exact(np.float32(factor) * q, [cache]), atol=1e-4)
+
+
+def test_query_that_sees_nothing_is_zero():
+    q, cache = problem((4, 2, 16), 1, 3, 40)
+    cache.mask[0, 1] = False
+    found = run(q, cache)
+    assert (found[0, :, 1] == 0).all() and (found[0, :, 0] != 0).all()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these instruction sets are for x86-64")
+@pytest.mark.parametrize(("processor", "bound"), [("haswell", 0), ("x86-64", 1e-6)])
+def test_other_instruction_sets_give_the_same_result(monkeypatch, tmp_path, processor, bound):
+    flags = [f"-march={processor}" if flag.startswith("-march") else flag for flag in native._FLAGS]
+    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+    native._compile(native._compiler(), AttentionKernel(), tmp_path / "attention.so")
+    loaded = jax.ffi.pycapsule(ctypes.CDLL(str(tmp_path / "attention.so")).masked_attention)
+    jax.ffi.register_ffi_target(f"test_attention_{processor}", loaded, platform="cpu")
+    for shape in ((7, 1, 40), (12, 2, 128)):
+        q, cache = problem(shape, 2, 3, 75)
+        call = jax.ffi.ffi_call(f"test_attention_{processor}", jax.ShapeDtypeStruct(q.shape, q.dtype))
+        found = jax.jit(call)(q, cache.keys, cache.values, np.arange(2, dtype=np.int32), cache.mask)
+        assert (np.abs(found - run(q, cache)) <= bound).all()
+
+
+def attended(q, cache):
+    last = jnp.full(cache.mask.shape[:2], cache.mask.shape[2] - 1)
+    return dispatch.masked_attention(attention._attend_filled, q, [cache], last)
+
+
+def test_transformations_use_xla():
+    """The kernel's own result differs in its last bits."""
+    q, cache = problem((4, 2, 64), 2, 3, 40)
+    xla = jax.jit(lambda q: attention._attend(q, [cache]))
+    assert "custom_call" in jax.jit(attended).lower(q, cache).as_text()
+    mapped = jax.jit(jax.vmap(attended, in_axes=(0, None)))
+    np.testing.assert_allclose(mapped(q[None], cache)[0], xla(q), atol=1e-6)
+    gradients = [jax.grad(lambda q, f=f: (f(q) ** 2).sum())(q) for f in (lambda q: attended(q, cache), xla)]
+    np.testing.assert_allclose(*gradients, atol=1e-5)
+    exported = jax.export.export(jax.jit(lambda q: attended(q, cache)))(q)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_allclose(again.call(q), xla(q), atol=1e-6)
+    with dispatch.kernels_in_exports(), pytest.raises(ValueError, match="Cannot serialize code with custom calls"):
+        jax.export.export(jax.jit(lambda q: attended(q, cache)))(q)
+
+
+def test_shard_map_runs_the_kernel_on_each_shard():
+    q, cache = problem((4, 2, 16), 2, 3, 40)
+    cache = cache._replace(rows=np.arange(2, dtype=np.int32))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.jit(jax.shard_map(attended, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()))
+    assert "custom_call" in sharded.lower(q, cache).as_text()
+    assert np.asarray(sharded(q, cache)).tobytes() == run(q, cache).tobytes()
