@@ -96,6 +96,13 @@ def answers(
             help="With --pair: also measure the draft model with a vocabulary of only N tokens.",
         ),
     ] = None,
+    draft_quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(
+            "--draft-quantize",
+            help="With --pair: also measure the draft model quantised, with that vocabulary if given.",
+        ),
+    ] = None,
 ) -> None:
     """Measure a real model's tokens per second on four kinds of question, in jspec, transformers and llama.cpp."""
     if pair is not None:
@@ -119,15 +126,13 @@ def answers(
         subject = need_template(
             measured(new_tokens, "bundled", *files, None, output, by_model=True, activation_bits=run.activation_bits)
         )
-        small = None
-        if draft_vocabulary is not None:
-            with one_sentence((TypeError, ValueError)):
-                small = coder.reduced(subject, draft_vocabulary)
+        with one_sentence((TypeError, ValueError)):
+            small = coder.smaller(subject, draft_vocabulary, draft_quantize)
         coder.measure(dataclasses.replace(subject, name=pair), files[0], run, small)
         return
     from bench import answers, chats
 
-    only_pair = {"activation_bits": bits, "draft_vocabulary": draft_vocabulary}
+    only_pair = {"activation_bits": bits, "draft_vocabulary": draft_vocabulary, "draft_quantize": draft_quantize}
     _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune, **only_pair)
     if len(k or []) > 1:
         raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one value.")

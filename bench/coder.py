@@ -30,6 +30,7 @@ ASSISTED = 4  # the number of draft tokens of transformers' assistant
 ALL = "all"
 Group = tuple[tuple[str, ...], list[np.ndarray]]  # the questions of one batch: their kinds and their token ids
 Calls = dict[str, Callable[[], Any]]
+SmallDraft = tuple[str, jspec.Llama | jspec.ModelDrafter]  # its name and the draft
 GroupTimes = tuple[dict[str, Any], dict[str, float]]  # a group's outputs and seconds, by program
 
 
@@ -99,12 +100,12 @@ def coding_questions(tokenizer: Any, count: int) -> list[tuple[str, np.ndarray]]
     return [question for one_of_each in zip(*rows, strict=True) for question in one_of_each][:count]
 
 
-def measure(subject: Subject, source: str, run: Run, small: jspec.ModelDrafter | None = None) -> None:
+def measure(subject: Subject, source: str, run: Run, small: SmallDraft | None = None) -> None:
     """Publish one row per batch size, kind of question and program.
 
     Args:
         source: the source of the target.
-        small: the draft model with a reduced vocabulary, which is also measured.
+        small: a smaller form of the draft model, which is also measured.
     """
     questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
@@ -120,6 +121,22 @@ def measure(subject: Subject, source: str, run: Run, small: jspec.ModelDrafter |
         if tuned is not None:
             notes.append(f"Batch {batch}: tune chose {f'K = {tuned}' if tuned else 'plain decoding'}.")
     _publish(subject, run, rows, notes, others)
+
+
+def smaller(subject: Subject, count: int | None, kind: str | None) -> SmallDraft | None:
+    """Return the draft model quantised to `kind` and with a vocabulary of `count` tokens, or None without either.
+
+    Raises:
+        TypeError: the draft is not a model.
+        ValueError: `count` is out of range, or the draft model cannot be quantised.
+    """
+    name, draft = "draft model", subject.draft
+    if kind is not None:
+        vocab_size_of("--draft", draft)
+        name, draft = f"{name}, {kind}", jspec.quantize(draft, kind)
+    if count is not None:
+        name, draft = f"{name}, {count} tokens", reduced(dataclasses.replace(subject, draft=draft), count)
+    return None if draft is subject.draft else (name, draft)
 
 
 def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
@@ -142,14 +159,12 @@ def reduced(subject: Subject, count: int) -> jspec.ModelDrafter:
     return jspec.ModelDrafter.with_vocabulary(subject.draft, tokens)
 
 
-def drafters(
-    subject: Subject, ks: Sequence[int], small: jspec.ModelDrafter | None = None
-) -> dict[str, tuple[Any, int | None]]:
+def drafters(subject: Subject, ks: Sequence[int], small: SmallDraft | None = None) -> dict[str, tuple[Any, int | None]]:
     """Return the drafter and draft length for each name. A length of None means the default of `jspec.complete`."""
     found: dict[str, tuple[Any, int | None]] = {"plain": (None, None)}
     found |= {f"draft model, K = {k}": (subject.draft, k) for k in ks}
     if small is not None:
-        found |= {f"draft model, {small.model.head.num_tokens} tokens, K = {k}": (small, k) for k in ks}
+        found |= {f"{small[0]}, K = {k}": (small[1], k) for k in ks}
     return found | {
         "lookup": (jspec.NGramDrafter(), None),
         "lookup, else draft model": (with_lookup_first(subject.draft), None),

@@ -57,10 +57,11 @@ def test_coding_questions_are_distinct_and_sixteen_per_kind():
 def test_every_way_is_measured_by_kind_and_batch(pair, short, tmp_path):
     twins = ("--transformers",) if importlib.util.find_spec("torch") else ()
     options = *pair, "--questions", 2, "--batch", 1, "--batch", 2, "--num-draft-tokens", 1, "--max-new-tokens", 8
-    notes, rows = report(tmp_path, *options, *twins, "--tune", "--draft-vocabulary", 40)
+    smaller = "--draft-vocabulary", 40, "--draft-quantize", "int8"
+    notes, rows = report(tmp_path, *options, *twins, "--tune", *smaller)
     names = {
         *GREEDY,
-        "draft model, 40 tokens, K = 1",
+        "draft model, int8, 40 tokens, K = 1",
         *(("transformers plain", "transformers assisted") if twins else ()),
     }
     assert {name for kind, batch, name in rows if (kind, batch) == ("all", 1)} == names
@@ -138,6 +139,7 @@ MISTAKES = {
     "no vocabulary": (["--pair", "qwen-coder", "--draft-vocabulary", "0"], "--draft-vocabulary"),
     "noise": (["--pair", "qwen-coder", "--transformers", "--temperature", "1"], "--transformers decodes only greedily"),
     "vocabulary": (["--draft-vocabulary", "9"], "--draft-vocabulary works only with --pair"),
+    "quantised": (["--draft-quantize", "int4"], "--draft-quantize works only with --pair"),
     "bits": (["--activation-bits", "8"], "--activation-bits works only with --pair"),
     "no model": (["--pair", "qwen-coder", "--target", "x", "--draft", "lookup"], "requires a draft model"),
 }
@@ -174,6 +176,7 @@ def test_reduced_vocabulary_holds_frequent_tokens_and_ends(pair, monkeypatch):
     ("option", "value", "message"),
     [
         ("--activation-bits", 8, "activation_bits=8"),
+        ("--draft-quantize", "int4", "int4"),
         ("--draft-vocabulary", 10**6, "--draft-vocabulary 1000000 is out of range; pass a number from 1 to"),
     ],
 )

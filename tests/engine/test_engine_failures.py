@@ -10,6 +10,13 @@ from jspec.engine.request import Request
 from support.fake_runner import KEY, FakeRunner, make_active
 
 
+@pytest.fixture(autouse=True)
+def steady_clock(monkeypatch):
+    """Let every call take a millisecond, because the engine chooses between drafting and plain decoding by time."""
+    clock = itertools.count()
+    monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock) / 1000)
+
+
 def run_all(loop, runner, active_requests, failing, call="decode_rounds"):
     """Run until all requests have ended, with the device's method `call` replaced by `failing`."""
     setattr(runner, call, failing)
