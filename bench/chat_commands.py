@@ -100,7 +100,7 @@ def answers(
         Literal["int8", "int4"] | None,
         typer.Option(
             "--draft-quantize",
-            help="With --pair: also measure the draft model quantised, with that vocabulary if given.",
+            help="With --pair: also measure a quantised draft, with --draft-vocabulary if given.",
         ),
     ] = None,
 ) -> None:
@@ -127,7 +127,7 @@ def answers(
             measured(new_tokens, "bundled", *files, None, output, by_model=True, activation_bits=run.activation_bits)
         )
         with one_sentence((TypeError, ValueError)):
-            small = coder.smaller(subject, draft_vocabulary, draft_quantize)
+            small = coder.small_draft(subject, draft_vocabulary, draft_quantize)
         coder.measure(dataclasses.replace(subject, name=pair), files[0], run, small)
         return
     from bench import answers, chats

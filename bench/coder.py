@@ -105,7 +105,7 @@ def measure(subject: Subject, source: str, run: Run, small: SmallDraft | None = 
 
     Args:
         source: the source of the target.
-        small: a smaller form of the draft model, which is also measured.
+        small: a smaller variant of the draft model to measure as well, or None.
     """
     questions = coding_questions(subject.tokenizer, run.questions)
     longest = max(len(row) for _, row in questions)
@@ -123,16 +123,18 @@ def measure(subject: Subject, source: str, run: Run, small: SmallDraft | None = 
     _publish(subject, run, rows, notes, others)
 
 
-def smaller(subject: Subject, count: int | None, kind: str | None) -> SmallDraft | None:
-    """Return the draft model quantised to `kind` and with a vocabulary of `count` tokens, or None without either.
+def small_draft(subject: Subject, count: int | None, kind: str | None) -> SmallDraft | None:
+    """Return a smaller variant of the draft model and its name.
+
+    Quantise it if `kind` is given, and reduce its vocabulary if `count` is given. Return None if neither is given.
 
     Raises:
         TypeError: the draft is not a model.
         ValueError: `count` is out of range, or the draft model cannot be quantised.
     """
     name, draft = "draft model", subject.draft
+    vocab_size_of("--draft", draft)
     if kind is not None:
-        vocab_size_of("--draft", draft)
         name, draft = f"{name}, {kind}", jspec.quantize(draft, kind)
     if count is not None:
         name, draft = f"{name}, {count} tokens", reduced(dataclasses.replace(subject, draft=draft), count)

@@ -202,12 +202,14 @@ def _check_draft_length(num_draft_tokens: object, drafter: Drafter[PyTree] | Non
 
 
 def check_target(target: object) -> None:
-    """Raise TypeError unless `target` has the attributes that decoding needs."""
+    """Raise TypeError if `target` lacks attributes that decoding needs, or ValueError if its vocabulary is reduced."""
     if missing := _missing(target, "config", "new_cache", "forward", "logits"):
         raise TypeError(
             f"target is of type {type(target).__name__}, which lacks {', '.join(missing)}; pass a model, such as "
             "one from jspec.load(...)."
         )
+    if isinstance(target, Llama) and (held := target.head.num_tokens) != (size := target.config.vocab_size):
+        raise ValueError(f"The target's output head holds {held} of {size} tokens; pass the original model instead.")
 
 
 def _missing(value: object, *names: str) -> list[str]:

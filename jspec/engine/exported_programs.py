@@ -33,7 +33,9 @@ from jspec.engine.memory_budget import JaxDevice
 from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel
+from jspec.models.kernels.cpu.native import Kernel
 from jspec.models.kernels.cpu.product import ProductKernel
+from jspec.models.kv_cache import KVCache
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 
 _LOG = logging.getLogger("jspec")
@@ -81,11 +83,15 @@ def _native_kernels(arguments: PyTree, platform: str) -> list[tuple[str, bool]]:
     if platform != "cpu":
         return []
 
-    def is_packed(node: object) -> bool:
-        return isinstance(node, PackedMatrix)
+    def has_kernel(node: object) -> bool:
+        return isinstance(node, PackedMatrix | KVCache)
 
-    nodes = cast(list[object], jax.tree.leaves(arguments, is_leaf=is_packed))
-    kernels = {AttentionKernel(), *(node.kernel for node in nodes if isinstance(node, PackedMatrix))}
+    kernels: set[Kernel] = set()
+    for node in cast(list[object], jax.tree.leaves(arguments, is_leaf=has_kernel)):
+        if isinstance(node, PackedMatrix):
+            kernels.add(node.kernel)
+        elif native.has_avx512() and isinstance(node, KVCache) and any(keys.dtype == np.float32 for keys in node.keys):
+            kernels.add(AttentionKernel())
     return sorted((kernel.target, native.register(kernel)) for kernel in kernels)
 
 
@@ -115,7 +121,7 @@ def _export(program: Callable[..., PyTree], leaves: list[_Leaf], structure: Hash
         results.append(result)
         return values
 
-    with dispatch.kernels_in_exports():
+    with dispatch.allow_kernels_in_exports():
         exported = export.export(jax.jit(flat), platforms=[platform], disabled_checks=_SAME_VERSION)(*leaves)
     return exported, results[-1]
 

@@ -15,7 +15,7 @@ from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
 from jspec.models.kernels import dispatch as choice
-from jspec.models.kernels.cpu.masked_attention import VisibleCache
+from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, einsum
 from jspec.models.rope import rotate
@@ -111,11 +111,11 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     slots = slots if past is None else slots - past[3][:, None]
     keys = write(context.keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
     values = write(context.values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
-    caches, last = [VisibleCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
+    caches, last = [MaskedCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
     if past is not None:
         last = past[3][:, None] - 1
         seen = jnp.broadcast_to(visible(last, past[0].shape[3]), (batch, tokens, past[0].shape[3]))
-        caches.insert(0, VisibleCache(*past[:3], seen))
+        caches.insert(0, MaskedCache(*past[:3], seen))
     attended = choice.masked_attention(_attend_filled, rotate(q, tables), caches, last)
     mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)
     return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
@@ -128,25 +128,25 @@ def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:
     return visible_branches(slots[:, 0] - branches.read, branches, num_slots)
 
 
-def _attend_filled(q: Array, caches: Sequence[VisibleCache], last: Array) -> tuple[Array]:
+def _attend_filled(q: Array, caches: Sequence[MaskedCache], last: Array) -> tuple[Array]:
     """Run `_attend` for queries that see no slots of the first cache after their `last` slot.
 
     CPUs read the shortest sufficient prefix of the slots. Each candidate length is about twice the previous length.
-    GPUs read all slots, because they would have to wait for the host to choose.
+    GPUs read all slots, because choosing a length would make them wait for the host.
     """
     lengths = _prefixes(caches[0].keys.shape[3])
     if len(lengths) == 1:
         return (_attend(q, caches),)
 
-    def of_prefix(length: int, q: Array, caches: Sequence[VisibleCache]) -> Array:
+    def of_prefix(length: int, q: Array, caches: Sequence[MaskedCache]) -> Array:
         (keys, values, rows, mask), *others = caches
-        return _attend(q, [VisibleCache(keys[..., :length], values[:, :, :length], rows, mask[..., :length]), *others])
+        return _attend(q, [MaskedCache(keys[..., :length], values[:, :, :length], rows, mask[..., :length]), *others])
 
-    def chosen(q: Array, caches: Sequence[VisibleCache], last: Array) -> Array:
+    def chosen(q: Array, caches: Sequence[MaskedCache], last: Array) -> Array:
         which = jnp.searchsorted(np.array(lengths[:-1]), jnp.max(last) + 1)
         return cast(Array, lax.switch(which, [functools.partial(of_prefix, length) for length in lengths], q, caches))
 
-    def whole(q: Array, caches: Sequence[VisibleCache], _: Array) -> Array:
+    def whole(q: Array, caches: Sequence[MaskedCache], _: Array) -> Array:
         return _attend(q, caches)
 
     return (cast(Array, lax.platform_dependent(q, caches, last, cpu=chosen, default=whole)),)
@@ -160,7 +160,7 @@ def _prefixes(slots: int) -> list[int]:
     return [*lengths[:-1], slots]
 
 
-def _attend(q: Array, caches: Sequence[VisibleCache]) -> Array:
+def _attend(q: Array, caches: Sequence[MaskedCache]) -> Array:
     """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots of all caches."""
     batch, heads, steps, size = q.shape
     groups = caches[0].keys.shape[1]

@@ -172,6 +172,17 @@ def test_reduced_vocabulary_holds_frequent_tokens_and_ends(pair, monkeypatch):
     assert {*kept.tolist()} == {end, often}
 
 
+def test_small_draft_is_reduced_quantised_or_both(pair, monkeypatch):
+    monkeypatch.setattr(coder, "read_documents", lambda: [Document("a.py", "a a a")])
+    subject = coder.Subject("x", jspec.load(pair[1]), jspec.load(pair[3]), text_pair.tokenizer())
+    assert coder.small_draft(subject, None, None) is None
+    for count, kind, name in ((None, "int8", ", int8"), (40, None, ", 40 tokens"), (40, "int8", ", int8, 40 tokens")):
+        found, draft = coder.small_draft(subject, count, kind)
+        model = draft if count is None else draft.model
+        assert found == f"draft model{name}" and model.quantized == kind
+        assert model.head.num_tokens == (count or model.config.vocab_size)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [

@@ -172,6 +172,22 @@ def test_original_model_is_unchanged_and_shared():
     assert drafter.model.embed_tokens.weight[...] is model.embed_tokens.weight[...]
 
 
+def test_reduced_model_is_rejected_as_target():
+    model = few(MODELS["untied"]()).model
+    batch = np.zeros((1, 2), np.int32), np.array([2]), jax.random.split(jax.random.key(0), 1)
+    calls = (
+        lambda: jspec.generate(model, *batch, max_new_tokens=2),
+        lambda: jspec.speculative_generate(model, jspec.NGramDrafter(), *batch, max_new_tokens=2),
+        lambda: Engine(model, None, slots=1),
+        lambda: jspec.tune(model, jspec.NGramDrafter(), *batch, max_new_tokens=64),
+    )
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=rf"target's output head holds {len(IDS)} of {V} tokens; pass the original"
+        ):
+            call()
+
+
 def test_reduced_drafter_is_neither_saved_nor_trained(tmp_path):
     drafter = few(MODELS["untied"]())
     with pytest.raises(ValueError, match="has a reduced vocabulary, which a Hugging Face directory cannot hold; save"):

@@ -11,8 +11,8 @@ from support.fake_runner import KEY, FakeRunner, make_active
 
 
 @pytest.fixture(autouse=True)
-def steady_clock(monkeypatch):
-    """Let every call take a millisecond, because the engine chooses between drafting and plain decoding by time."""
+def fake_clock(monkeypatch):
+    """Advance the clock by a millisecond per reading, because the engine decides by measured times whether to draft."""
     clock = itertools.count()
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock) / 1000)
 

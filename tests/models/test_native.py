@@ -19,7 +19,7 @@ KERNEL = ProductKernel("Q4_0", 24)
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """Store compiled libraries in this test's own folder, and start without registered kernels."""
-    for name in ("register", "_warn_once"):
+    for name in ("_register", "_warn_once"):
         monkeypatch.setattr(native, name, functools.cache(getattr(native, name).__wrapped__))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("JSPEC_NATIVE", raising=False)

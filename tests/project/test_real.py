@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -101,8 +102,6 @@ def greedy(model, prompt):
 
 
 def test_greedy_texts_match_transformers(file, theirs, tokenizer, report):
-    import jax
-
     model = jspec.load(file, "float32")
     prompts = [
         tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True)["input_ids"]
@@ -156,8 +155,6 @@ def test_bundled_head_saves_rounds(file, run, report):
 
 def test_coder_pair_drafts_most_tokens_of_plain_text(report, quick_compile):
     """An answer depends neither on the draft model nor on the batch, and begins like llama.cpp's answer."""
-    import jax
-
     try:
         files = coder.find()
     except FileNotFoundError as error:

@@ -13,5 +13,8 @@ MAX_TOKENS = 16  # per pass; tensor cores multiply at least this many rows, so t
 MAX_ROWS = 64  # queries per group; their sums are held in registers
 HEAD_SIZES = (64, 128)
 
+# The limit on the arguments of `jspec.models.kernels.cpu.masked_attention.attend`.
+MAX_QUERIES = 512  # if every head has its own keys; with more queries, XLA's products are faster
+
 # The limits on the arguments of `jspec.models.kernels.add_norm.project_add_norm`.
 MAX_NORMS = 64  # rows; one processor norms each row

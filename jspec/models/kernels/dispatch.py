@@ -18,11 +18,10 @@ from jax.interpreters import ad, batching, mlir
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
-from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_ROWS, MAX_TOKENS
+from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS
 from jspec.models.kernels.cpu import masked_attention as cpu_attention
 from jspec.models.kernels.cpu import native, product
-from jspec.models.kernels.cpu.masked_attention import AttentionKernel, VisibleCache
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel, MaskedCache
 from jspec.models.kernels.cpu.product import ProductKernel
 
 if TYPE_CHECKING:
@@ -31,20 +30,20 @@ if TYPE_CHECKING:
 _TRITON = "jax.experimental.pallas.triton"
 Results = TypeVar("Results", bound=tuple[Array, ...])
 _Options = tuple[tuple[str, object], ...]
-_kernels_in_exports = ContextVar("_kernels_in_exports", default=False)
+_allow_kernels_in_exports = ContextVar("_allow_kernels_in_exports", default=False)
 
 
 @contextlib.contextmanager
-def kernels_in_exports() -> Generator[None]:
-    """Let programs that `jax.export` lowers use kernels, like all other programs.
+def allow_kernels_in_exports() -> Generator[None]:
+    """Allow kernels in programs that are exported inside this context.
 
-    By default they use none, so that they also run on other machines and with other versions of JAX.
+    By default, exported programs use no kernels, so they also run on other machines and with other versions of JAX.
     """
-    token = _kernels_in_exports.set(True)
+    token = _allow_kernels_in_exports.set(True)
     try:
         yield
     finally:
-        _kernels_in_exports.reset(token)
+        _allow_kernels_in_exports.reset(token)
 
 
 def attention(
@@ -75,14 +74,16 @@ def project_add_norm(
 
 
 def masked_attention(
-    otherwise: Callable[..., tuple[Array]], q: Array, caches: Sequence[VisibleCache], last: Array
+    otherwise: Callable[..., tuple[Array]], q: Array, caches: Sequence[MaskedCache], last: Array
 ) -> Array:
     """Return the softmax attention ``[B, H, S, D]`` of ``q[B, H, S, D]`` over the visible slots. See `_choose`.
 
     Args:
-        last: ``int32[B, S]``. No query sees a later slot of the first cache.
+        last: ``int32[B, S]`` or ``int32[B, 1]``, the last slot of the first cache that each query may see.
     """
+    shares_keys = q.shape[1] > caches[0].keys.shape[1]
     suits = all(array.dtype == jnp.float32 for cache in caches for array in (q, cache.keys, cache.values))
+    suits = suits and (shares_keys or q.shape[2] <= MAX_QUERIES)
     return _choose(_masked_attention_p, suits, otherwise, (q, tuple(caches), last))[0]
 
 
@@ -103,10 +104,11 @@ def _choose(
     """Run the kernel of `primitive` if `suits` is true and the program runs on one device that supports the kernel.
 
     Kernels for GPUs need an NVIDIA GPU of the Ampere generation or later, and Pallas' Triton backend, which has been
-    deprecated since JAX 0.11. ``JSPEC_KERNELS=0`` in the environment turns off the kernels for GPUs. The kernel for
-    CPUs needs a C++ compiler (`jspec.models.kernels.cpu.native`). XLA cannot divide a kernel. With several devices,
-    XLA would gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. Derivatives
-    use `otherwise`, and so does `jax.vmap`, except for a batch of rows that are multiplied by a packed matrix.
+    deprecated since JAX 0.11. ``JSPEC_KERNELS=0`` in the environment turns off the kernels for GPUs. Kernels for CPUs
+    need a C++ compiler (`jspec.models.kernels.cpu.native`). XLA cannot divide a kernel. With several devices, XLA would
+    gather caches and weights on each device. Under `jax.shard_map` there is nothing to divide. Derivatives,
+    `jax.vmap` and exported programs use `otherwise`, with two exceptions. `jax.vmap` over the rows of a packed product
+    uses the kernel. Inside `allow_kernels_in_exports`, exported programs use kernels.
 
     Args:
         suits: whether the kernel supports the shapes and dtypes of the arguments.
@@ -139,7 +141,7 @@ def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
         return norm.project_add_norm(*arguments, eps=eps)
 
 
-def _attend_on_cpu(q: Array, caches: Sequence[VisibleCache], last: Array) -> tuple[Array]:
+def _attend_on_cpu(q: Array, caches: Sequence[MaskedCache], last: Array) -> tuple[Array]:
     return (cpu_attention.attend(q, caches),)
 
 
@@ -171,7 +173,7 @@ def _primitive(
         **others: object,
     ) -> object:
         module = context.module_context
-        suits = _kernels_in_exports.get() or not module.lowering_parameters.for_export
+        suits = _allow_kernels_in_exports.get() or not module.lowering_parameters.for_export
         suits = suits and _on_one_device(module.axis_context)
         form = kernel if suits and is_available(**dict(options)) else otherwise
         return cast(object, mlir.lower_fun(_elsewhere)(context, *leaves, otherwise=form, options=options, **others))
@@ -195,8 +197,12 @@ def _is_triton_available(**_: object) -> bool:
     return wanted and importlib.util.find_spec(_TRITON) is not None
 
 
-def _is_native_available(kernel: Kernel | None = None, **_: object) -> bool:
-    return native.register(kernel or AttentionKernel())
+def _is_native_attention_available() -> bool:
+    return native.has_avx512() and native.register(AttentionKernel())  # with AVX2 alone, XLA is faster
+
+
+def _is_native_product_available(kernel: ProductKernel, out_size: int) -> bool:
+    return native.register(kernel)
 
 
 def _on_one_device(axes: object) -> bool:
@@ -252,7 +258,7 @@ def _normed(
     return x, x
 
 
-def _attended_masked(q: "ShapedArray", *_: "ShapedArray") -> "tuple[ShapedArray, ...]":
+def _masked_attended(q: "ShapedArray", *_: "ShapedArray") -> "tuple[ShapedArray, ...]":
     return (q,)
 
 
@@ -264,6 +270,8 @@ def _multiplied(
 
 _attention_p = _primitive("attention", "cuda", _attend_on_gpu, _is_triton_available, _attended)
 _norm_p = _primitive("project_add_norm", "cuda", _norm_on_gpu, _is_triton_available, _normed)
-_masked_attention_p = _primitive("masked_attention", "cpu", _attend_on_cpu, _is_native_available, _attended_masked)
-_product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_available, _multiplied)
+_masked_attention_p = _primitive(
+    "masked_attention", "cpu", _attend_on_cpu, _is_native_attention_available, _masked_attended
+)
+_product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_product_available, _multiplied)
 batching.primitive_batchers[_product_p] = _batch_product

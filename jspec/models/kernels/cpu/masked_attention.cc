@@ -1,9 +1,9 @@
 // Softmax attention of float32 queries over the visible slots of KV caches for XLA:CPU, called through jax.ffi.
 //
-// All sums run over a query's visible slots in order, without the slots between them. The bits of a result therefore
-// depend only on the query and on the keys and values that it sees: not on other queries, on unused slots, on the
-// number of threads, or on whether a prefix lies in another cache. A tree's node has the bits that it would have in a
-// sequence.
+// A query's visible slots are listed first. The order of every sum depends only on the length of this list. It does not
+// depend on other queries, unused slots, the number of threads, or whether a prefix is in a separate cache. The bits of
+// a result therefore depend only on the query and on the keys and values that it sees. A tree node gets the same bits
+// as the same token in a sequence.
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 struct Cache {
   const float* keys;    // [C, G, D, T]
   const float* values;  // [C, G, T, D]
-  const int32_t* rows;  // [B], the batch's rows
+  const int32_t* rows;  // [B], the cache row of each batch row
   const bool* mask;     // [B, S, T]
   int64_t C, T;
 };
@@ -34,34 +34,27 @@ struct Attention {
   float* out;      // [B, H, S, D]
   std::vector<Cache> caches;
   int64_t B, H, G, S, D;
-
-  int64_t heads() const { return H / G; }
-  int64_t slots() const {
-    int64_t total = 0;
-    for (const Cache& cache : caches) total += cache.T;
-    return total;
-  }
 };
 
-// The queries of the heads that share keys and values, and their part of a cache.
+// The queries of heads that share keys and values.
 struct Queries {
-  const float* q;     // [R, stride]
-  float* out;         // [R, stride]
-  float* weights;     // [R, room]
+  const float* q;  // [R, stride]
+  float* out;      // [R, stride]
+  float* weights;  // [R, room]
   int64_t stride, room, D;
 };
 
+// The part of a cache that these queries read.
 struct View {
   const float* keys;    // [D, T]
   const float* values;  // [T, D]
-  const bool* mask;     // [T]
   int64_t T;
-  std::vector<int32_t> visible;  // the slots in which the mask is true
+  std::vector<int32_t> visible;  // slots, in ascending order
 };
 
 constexpr int LANES = 16, WIDTH = 2 * LANES;  // slots, or elements of values, that are computed together
 
-// Loads the first count of 32 floats; the others are zero.
+// Loads 32 floats if full. Otherwise, loads the first count floats, at most 32, and sets the rest to zero.
 template <bool full>
 inline void load_two(const float* p, int64_t count, V (&out)[2]) {
   if (full) {
@@ -86,7 +79,7 @@ inline void add_scores(const Queries& queries, const View& view, int64_t t, V (&
   }
 }
 
-// Writes the scores of the visible slots to weights, from index first on.
+// Writes the scores of the visible slots to weights, starting at index first.
 template <int R>
 void score(const Queries& queries, const View& view, int64_t first) {
   const V scale = spread(1 / std::sqrt((float)queries.D));
@@ -111,15 +104,14 @@ void score(const Queries& queries, const View& view, int64_t first) {
   }
 }
 
-// Replaces scores by their exponentials, relative to the largest score, and returns the sum of these. The room after
-// the scores is filled up to a whole vector. A score that is NaN makes the sum NaN.
-float exponentials(float* scores, int64_t count) {
+// Replaces scores by their softmax. Pads them with zeros to a multiple of 16. If any score is NaN, all results are NaN.
+void softmax(float* scores, int64_t count) {
   const float lowest = -std::numeric_limits<float>::infinity();
   for (int64_t i = count; i % LANES; i++) scores[i] = lowest;
   V x, tops = spread(lowest), sums = {};
   for (int64_t i = 0; i < count; i += LANES) {
     std::memcpy(&x, scores + i, 64);
-    tops = choose(x > tops, x, tops);
+    tops = select(x > tops, x, tops);
   }
   float largest = lowest, total = 0;
   for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, tops[lane]);
@@ -130,12 +122,16 @@ float exponentials(float* scores, int64_t count) {
     sums += x;
   }
   for (int lane = 0; lane < LANES; lane++) total += sums[lane];
-  return total;
+  for (int64_t i = 0; i < count; i += LANES) {
+    std::memcpy(&x, scores + i, 64);
+    x /= spread(total);
+    std::memcpy(scores + i, &x, 64);
+  }
 }
 
-// Writes elements d to d + 32 of the weighted sums of the visible values.
+// Writes elements [d, min(d + 32, D)) of the weighted sums of the visible values.
 template <int R, bool full>
-void mix(const Queries& queries, const std::vector<View>& views, const float (&totals)[R], int64_t d) {
+void mix(const Queries& queries, const std::vector<View>& views, int64_t d) {
   V sums[R][2] = {};
   const float* weights = queries.weights;
   for (const View& view : views) {
@@ -153,10 +149,7 @@ void mix(const Queries& queries, const std::vector<View>& views, const float (&t
   }
   const size_t bytes = 4 * std::min<int64_t>(WIDTH, queries.D - d);
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) {
-    sums[r][0] /= spread(totals[r]), sums[r][1] /= spread(totals[r]);
-    std::memcpy(queries.out + r * queries.stride + d, sums[r], bytes);
-  }
+  for (int r = 0; r < R; r++) std::memcpy(queries.out + r * queries.stride + d, sums[r], bytes);
 }
 
 template <int R>
@@ -166,62 +159,84 @@ void attend(const Queries& queries, const std::vector<View>& views) {
     score<R>(queries, view, count);
     count += view.visible.size();
   }
-  float totals[R];
-  for (int r = 0; r < R; r++) {
-    totals[r] = count ? exponentials(queries.weights + r * queries.room, count) : 1;  // without slots, the sum is zero
-  }
+  for (int r = 0; r < R; r++) softmax(queries.weights + r * queries.room, count);
   int64_t d = 0;
-  for (; d + WIDTH <= queries.D; d += WIDTH) mix<R, true>(queries, views, totals, d);
-  if (d < queries.D) mix<R, false>(queries, views, totals, d);
+  for (; d + WIDTH <= queries.D; d += WIDTH) mix<R, true>(queries, views, d);
+  if (d < queries.D) mix<R, false>(queries, views, d);
 }
 
-// The maximum number of heads whose sums fit into the registers.
+// The maximum number of heads that are computed together. With AVX-512 or AVX2, their sums fit in the vector registers.
 #if defined(__AVX512F__)
-constexpr int MOST = 8;
+constexpr int MAX_HEADS = 8;
 #else
-constexpr int MOST = 3;
+constexpr int MAX_HEADS = 3;
 #endif
 
 // Computes the given number of heads, R at a time, and then the remaining heads in a smaller group.
 template <int R>
-void heads(Queries queries, int64_t count, const std::vector<View>& views) {
+void attend_heads(Queries queries, int64_t count, const std::vector<View>& views) {
   for (; count >= R; count -= R) {
     attend<R>(queries, views);
     queries.q += R * queries.stride, queries.out += R * queries.stride;
   }
   if constexpr (R > 1) {
-    if (count > 0) heads<R - 1>(queries, count, views);
+    if (count > 0) attend_heads<R - 1>(queries, count, views);
   }
 }
 
-// Computes the heads of the group g for the query s of row b.
-void attend_group(const Attention& a, int64_t b, int64_t g, int64_t s, std::vector<View>& views,
-                  std::vector<float>& weights) {
-  for (size_t i = 0; i < views.size(); i++) {
-    const Cache& cache = a.caches[i];
-    const int64_t row = std::clamp<int64_t>(cache.rows[b], 0, cache.C - 1), size = a.D * cache.T;
-    View& view = views[i];
-    view.keys = cache.keys + (row * a.G + g) * size;
-    view.values = cache.values + (row * a.G + g) * size;
-    view.mask = cache.mask + (b * a.S + s) * cache.T;
-    view.T = cache.T;
-    view.visible.clear();
-    for (int64_t t = 0; t < cache.T; t++) {
-      if (view.mask[t]) view.visible.push_back(t);
+// Lists the slots in which the mask is true. Skips blocks of eight slots in which the mask is false.
+void list_visible(const bool* mask, int64_t T, std::vector<int32_t>& visible) {
+  visible.clear();
+  for (int64_t first = 0; first < T; first += 8) {
+    uint64_t any = 0;
+    const int64_t last = std::min(first + 8, T);
+    std::memcpy(&any, mask + first, last - first);
+    for (int64_t t = first; any && t < last; t++) {
+      if (mask[t]) visible.push_back(t);
     }
   }
-  const int64_t first = ((b * a.H + g * a.heads()) * a.S + s) * a.D;
-  const Queries queries{a.q + first, a.out + first, weights.data(), a.S * a.D, (int64_t)weights.size() / MOST, a.D};
-  heads<MOST>(queries, a.heads(), views);
 }
 
-// A smaller number of multiplications takes less time than a thread needs to start.
-constexpr int64_t LEAST_WORK = 1 << 20;
+// Working memory for one chunk of work.
+struct Scratch {
+  std::vector<View> views;
+  std::vector<float> weights;
+  int64_t query = -1, room = 0;  // the query whose visible slots views holds, and these slots, rounded up
+};
+
+// Computes heads [head, head + count), which share a group, for query s of row b.
+void attend_group(const Attention& a, int64_t b, int64_t s, int64_t head, int64_t count, Scratch& scratch) {
+  const int64_t group = head / (a.H / a.G), query = b * a.S + s;
+  if (scratch.query != query) {
+    int64_t total = 0;
+    for (size_t i = 0; i < a.caches.size(); i++) {
+      list_visible(a.caches[i].mask + query * a.caches[i].T, a.caches[i].T, scratch.views[i].visible);
+      total += scratch.views[i].visible.size();
+    }
+    scratch.query = query, scratch.room = (total + LANES - 1) / LANES * LANES;
+    if ((int64_t)scratch.weights.size() < MAX_HEADS * scratch.room) scratch.weights.resize(MAX_HEADS * scratch.room);
+  }
+  for (size_t i = 0; i < a.caches.size(); i++) {
+    const Cache& cache = a.caches[i];
+    const int64_t row = std::clamp<int64_t>(cache.rows[b], 0, cache.C - 1), size = a.D * cache.T;
+    View& view = scratch.views[i];
+    view.keys = cache.keys + (row * a.G + group) * size;
+    view.values = cache.values + (row * a.G + group) * size;
+    view.T = cache.T;
+  }
+  const int64_t first = ((b * a.H + head) * a.S + s) * a.D;
+  attend_heads<MAX_HEADS>({a.q + first, a.out + first, scratch.weights.data(), a.S * a.D, scratch.room, a.D}, count,
+                     scratch.views);
+}
+
+// With fewer multiplications, waking other threads takes longer than the work itself.
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 20;
 
 ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::RemainingArgs caches,
                       ffi::ResultBuffer<ffi::F32> out) {
   const auto shape = q.dimensions();
   Attention a{q.typed_data(), out->typed_data(), {}, shape[0], shape[1], 0, shape[2], shape[3]};
+  int64_t slots = 0;
   for (size_t i = 0; i < caches.size(); i += 4) {
     const auto keys = caches.get<ffi::Buffer<ffi::F32>>(i), values = caches.get<ffi::Buffer<ffi::F32>>(i + 1);
     const auto rows = caches.get<ffi::Buffer<ffi::S32>>(i + 2);
@@ -229,14 +244,25 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Remain
     a.G = keys->dimensions()[1];
     a.caches.push_back({keys->typed_data(), values->typed_data(), rows->typed_data(), mask->typed_data(),
                         keys->dimensions()[0], keys->dimensions()[3]});
+    slots += keys->dimensions()[3];
   }
-  const int64_t count = a.B * a.G * a.S, room = (a.slots() + LANES - 1) / LANES * LANES;
-  const int64_t work = 2 * a.B * a.H * a.S * a.D * a.slots();
-  const int64_t parts = work < LEAST_WORK ? 1 : 4 * std::max<int64_t>(1, pool.num_threads());
-  parallel(pool, count, std::max<int64_t>(1, count / parts), [&](int64_t first, int64_t last) {
-    std::vector<View> views(a.caches.size());
-    std::vector<float> weights(MOST * room);
-    for (int64_t i = first; i < last; i++) attend_group(a, i / a.S / a.G, i / a.S % a.G, i % a.S, views, weights);
+  const int64_t work = 2 * a.B * a.H * a.S * a.D * slots;
+  const int64_t threads = work < MIN_PARALLEL_WORK ? 1 : std::max<int64_t>(1, pool.num_threads());
+  // Split a group's heads among threads only if there are too few groups to occupy all threads. Each of these threads
+  // reads the group's keys and values again.
+  const int64_t shared = a.H / a.G, groups = a.B * a.S * a.G;
+  const int64_t pieces = std::clamp<int64_t>(threads / std::max<int64_t>(1, groups), 1, shared);
+  const int64_t each = (shared + pieces - 1) / pieces, per_group = (shared + each - 1) / each;
+  const int64_t count = groups * per_group;
+  const int64_t chunk = std::max<int64_t>(1, threads == 1 ? count : count / (4 * threads));
+  parallel(pool, count, chunk, [&](int64_t i, int64_t end) {
+    Scratch scratch;
+    scratch.views.resize(a.caches.size());
+    for (; i < end; i++) {
+      const int64_t query = i / (a.G * per_group), group = i / per_group % a.G, first = i % per_group * each;
+      const int64_t heads = std::min(each, shared - first);
+      attend_group(a, query / a.S, query % a.S, group * shared + first, heads, scratch);
+    }
   });
   return ffi::Error::Success();
 }

@@ -11,13 +11,14 @@ from jax import Array
 from jspec.models.kernels.cpu.native import Kernel
 
 
-class VisibleCache(NamedTuple):
-    """One layer of a KV cache, and the slots that queries see.
+class MaskedCache(NamedTuple):
+    """One layer of a KV cache, and a mask of the slots that each query sees.
 
     Attributes:
         keys: ``[C, G, D, T]``.
         values: ``[C, G, T, D]``.
-        rows: ``int32[B]``, the batch's rows. None if all rows belong to the batch. See `jspec.models.kv_cache.KVCache`.
+        rows: ``int32[B]``, the cache row of each batch row. None if they are the same. See
+            `jspec.models.kv_cache.KVCache`.
         mask: ``bool[B, S, T]``, the visible slots.
     """
 
@@ -34,15 +35,22 @@ class AttentionKernel(Kernel):
     source: ClassVar[str] = "masked_attention"
 
     @property
-    def name(self) -> str:
+    def variant(self) -> str:
         return "float32"
 
 
-def attend(q: Array, caches: Sequence[VisibleCache]) -> Array:
-    """Return the softmax attention of ``q``, ``float32[B, H, S, D]``, over the visible slots. For CPU programs only."""
+def attend(q: Array, caches: Sequence[MaskedCache]) -> Array:
+    """Return the softmax attention of ``q``, ``float32[B, H, S, D]``, over the visible slots. For CPU programs only.
+
+    The result of a query that sees no slot is zero.
+    """
+    batch, heads, steps, size = q.shape
     call = jax.ffi.ffi_call(AttentionKernel().target, jax.ShapeDtypeStruct(q.shape, q.dtype))
     inputs: list[Array] = []
     for cache in caches:
-        rows = jnp.arange(q.shape[0], dtype=jnp.int32) if cache.rows is None else cache.rows
+        count, groups, _, slots = cache.keys.shape
+        assert cache.keys.shape[2] == size and cache.values.shape == (count, groups, slots, size) and not heads % groups
+        assert cache.mask.shape == (batch, steps, slots) and (cache.rows is None or cache.rows.shape == (batch,))
+        rows = jnp.arange(batch, dtype=jnp.int32) if cache.rows is None else cache.rows.astype(jnp.int32)
         inputs += [cache.keys, cache.values, rows, cache.mask]
     return call(q, *inputs)

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +19,7 @@ import jaxlib.version
 
 _LOG = logging.getLogger("jspec")
 _SOURCES = Path(__file__).parent
+_LOCK = threading.Lock()
 _COMPILERS = ("g++", "clang++", "c++")
 # Without contraction, the compiler fuses no operations, so rounding does not depend on the number of rows.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w")
@@ -36,18 +38,18 @@ class Kernel(ABC):
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """The kernel's name in file names and compiled programs."""
+    def variant(self) -> str:
+        """The variant of the kernel, which is part of file names and of `target`."""
 
     @property
-    def definitions(self) -> dict[str, object]:
-        """The values of the macros that the source file expects."""
+    def macros(self) -> dict[str, object]:
+        """The macros that the source file expects, and their values."""
         return {}
 
     @property
     def target(self) -> str:
         """The name that compiled programs use for the kernel. The name changes with the kernel's source code."""
-        return f"jspec_{self.source}_{self.name}_{_digest(self.source)[:8]}"
+        return f"jspec_{self.source}_{self.variant}_{_digest(self.source)[:8]}"
 
 
 def is_default() -> bool:
@@ -58,13 +60,24 @@ def is_default() -> bool:
     return os.environ.get("JSPEC_NATIVE") != "0" and "avx512_vnni" in _cpu().split()
 
 
-@functools.cache
+def has_avx512() -> bool:
+    """Return whether this CPU has AVX-512."""
+    return "avx512f" in _cpu().split()
+
+
 def register(kernel: Kernel) -> bool:
     """Compile the kernel if necessary, and register it with XLA.
 
     Returns:
-        Whether the kernel is available. If not, a single warning states why, unless ``JSPEC_NATIVE=0`` is set.
+        Whether the kernel is available. If not, a warning states why, once for each reason, unless ``JSPEC_NATIVE=0``
+        is set.
     """
+    with _LOCK:  # XLA rejects a second registration, and an engine compiles its programs on several threads
+        return _register(kernel)
+
+
+@functools.cache
+def _register(kernel: Kernel) -> bool:
     if os.environ.get("JSPEC_NATIVE") == "0":
         return False
     try:
@@ -79,7 +92,7 @@ def register(kernel: Kernel) -> bool:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    _LOG.warning("XLA's slower operations replace the native kernels: %s", reason)
+    _LOG.warning("Native kernels are not available, so XLA's slower operations are used: %s", reason)
 
 
 def library(kernel: Kernel) -> Path:
@@ -94,7 +107,7 @@ def library(kernel: Kernel) -> Path:
         raise FileNotFoundError("no C++ compiler was found; install g++ or clang++, or set CXX.")
     parts = (_digest(kernel.source), jaxlib.version.__version__, compiler, _FLAGS, _cpu())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    path = _folder() / f"{kernel.source}-{kernel.name}-{name}.so"
+    path = _folder() / f"{kernel.source}-{kernel.variant}-{name}.so"
     if not _is_whole(path):
         _compile(compiler, kernel, path)
     return path
@@ -111,9 +124,9 @@ def _compile(compiler: str, kernel: Kernel, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
         source = _SOURCES / f"{kernel.source}.cc"
-        defined = [f"-D{macro}={value}" for macro, value in kernel.definitions.items()]
+        defined = [f"-D{macro}={value}" for macro, value in kernel.macros.items()]
         command = [compiler, *_FLAGS, *defined, f"-I{jax.ffi.include_dir()}", str(source), "-o", str(output)]
-        _LOG.info("Compiling the kernel %s_%s for this CPU.", kernel.source, kernel.name)
+        _LOG.info("Compiling the kernel %s_%s for this CPU.", kernel.source, kernel.variant)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         except subprocess.TimeoutExpired as error:

@@ -10,7 +10,7 @@ from jax import Array
 from jspec.models.kernels.cpu.native import Kernel
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class ProductKernel(Kernel):
     """A native kernel that multiplies by matrices of one format.
 
@@ -24,11 +24,11 @@ class ProductKernel(Kernel):
     source: ClassVar[str] = "product"
 
     @property
-    def name(self) -> str:
+    def variant(self) -> str:
         return f"{self.format}_{self.activation_bits}"
 
     @property
-    def definitions(self) -> dict[str, object]:
+    def macros(self) -> dict[str, object]:
         return {"FORMAT": self.format, "PLANES": self.activation_bits // 8}
 
 

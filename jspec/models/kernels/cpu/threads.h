@@ -1,4 +1,4 @@
-// Work on XLA's threads.
+// Parallel loops on XLA's thread pool.
 
 #ifndef JSPEC_THREADS_H_
 #define JSPEC_THREADS_H_

@@ -101,20 +101,21 @@ inline I dot(I sums, U codes, uint32_t bytes) {
 #endif
 }
 
-inline V choose(I condition, V a, V b) { return (V)((condition & (I)a) | (~condition & (I)b)); }
+// Returns, in each lane, a where the condition is -1, and b where it is 0.
+inline V select(I condition, V a, V b) { return (V)((condition & (I)a) | (~condition & (I)b)); }
 
-// Returns e^x for x <= 0 with an error of about one unit in the last place, and 0 for x < -87. NaN stays NaN.
+// Returns e^x for x <= 0 with a relative error of about 1e-7, and 0 for x < -87. NaN stays NaN.
 inline V exponential(V x) {
-  const V bounded = choose(x < spread(-87.0f), spread(-87.0f), x);
-  const I power = nearest(bounded * spread(1.44269504f));
-  // x - power ln 2, where ln 2 is the difference of two constants. The product with the first one is exact.
+  const V bounded = select(x < spread(-87.0f), spread(-87.0f), x);
+  const I power = nearest(select(x == x, bounded, V{}) * spread(1.44269504f));
+  // x - power * ln 2, where ln 2 = 0.693359375 - 2.12194440e-4. The product power * 0.693359375 is exact.
   const V rest = fma(real(power), spread(2.12194440e-4f), fma(real(power), spread(-0.693359375f), bounded));
   V sum = spread(1.9875691500e-4f);
   for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
     sum = fma(sum, rest, spread(term));
   }
   sum = fma(sum, rest * rest, rest + spread(1.0f));
-  return choose(x < spread(-87.0f), V{}, sum * (V)((power + 127) << 23));
+  return select(x < spread(-87.0f), V{}, sum * (V)((power + 127) << 23));
 }
 
 // Byte b of every lane, as a float.
