@@ -90,7 +90,7 @@ def _native_kernels(arguments: PyTree, platform: str) -> list[tuple[str, bool]]:
     for node in cast(list[object], jax.tree.leaves(arguments, is_leaf=has_kernel)):
         if isinstance(node, PackedMatrix):
             kernels.add(node.kernel)
-        elif native.has_avx512() and isinstance(node, KVCache) and any(keys.dtype == np.float32 for keys in node.keys):
+        elif isinstance(node, KVCache) and any(keys.dtype == np.float32 for keys in node.keys):
             kernels.add(AttentionKernel())
     return sorted((kernel.target, native.register(kernel)) for kernel in kernels)
 

@@ -138,7 +138,7 @@ def pack(module: Linear | Embed, weight: Array, name: str) -> None:
 
 
 def is_packed_by_default(dtype: jnp.dtype) -> bool:
-    """Return whether `jspec.load` packs a model of this dtype that is not sharded, unless told otherwise."""
+    """Return whether `jspec.load` packs an unsharded model of this dtype by default."""
     return jax.default_backend() == "cpu" and dtype == jnp.float32 and native.is_default()
 
 

@@ -44,7 +44,7 @@ def test_longer_cache_does_not_change_output(kind, form, report, monkeypatch):
     """Output is unchanged around prefix lengths, with one shorter row, and with NaN and huge values in unused slots."""
     if form == "XLA":
         monkeypatch.setattr(native, "register", lambda kernel: False)
-    compiled = jax.jit(lambda *arguments: attend(*arguments))
+    compiled = jax.jit(lambda *arguments: attend(*arguments))  # a new function, which JAX compiles for this form
     config, rng, worst = TARGET.config, np.random.default_rng(0), 0.0
     layer, size = TARGET.layers[0].self_attn, TREE.size + 1
     shape = 2, config.num_key_value_heads, config.head_dim
@@ -70,7 +70,7 @@ def test_longer_cache_does_not_change_output(kind, form, report, monkeypatch):
         assert np.isfinite(expected).all()
         worst = max(worst, np.abs(found - expected).max())
     report(kind=kind, form=form, max_difference=f"{worst:.1e}")
-    assert worst < (1e-5 if form == "XLA" or not has_attention else 1e-30)
+    assert worst < 1e-5 and (form == "XLA" or not has_attention or worst == 0)
 
 
 @pytest.mark.parametrize("name", ["model", "tree", "kangaroo"])

@@ -14,9 +14,9 @@ from jspec.models import attention
 from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel, MaskedCache, attend
-from support.packed_matrices import needs_attention, needs_compiler
+from support.packed_matrices import needs_attention
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("quick_compile")]
+pytestmark = [needs_attention, pytest.mark.usefixtures("quick_compile")]
 SHAPES = [  # heads, groups, elements
     *((4, 2, 16), (1, 1, 8), (8, 1, 64), (9, 3, 40), (14, 2, 64), (12, 2, 128), (11, 1, 24), (3, 3, 33)),
 ]
@@ -176,7 +176,6 @@ def attended(q, cache):
     return dispatch.masked_attention(attention._attend_filled, q, [cache], last)
 
 
-@needs_attention
 def test_transformations_use_xla():
     """`jax.vmap`, `jax.grad` and `jax.export` use XLA's operations instead of the kernel."""
     q, cache = problem((4, 2, 64), 2, 3, 40)
@@ -196,7 +195,6 @@ def test_transformations_use_xla():
         jax.export.export(jax.jit(lambda q: attended(q, cache)))(q)
 
 
-@needs_attention
 @pytest.mark.parametrize(
     ("shape", "tokens", "native"), [((2, 2, 8), 513, False), ((2, 2, 8), 512, True), ((2, 1, 8), 513, True)]
 )
@@ -205,7 +203,6 @@ def test_long_prefill_without_shared_keys_uses_xla(shape, tokens, native):
     assert ("custom_call" in jax.jit(attended).lower(q, cache).as_text()) == native
 
 
-@needs_attention
 def test_kernel_runs_under_shard_map():
     q, cache = problem((4, 2, 16), 2, 3, 40)
     cache = cache._replace(rows=np.arange(2, dtype=np.int32))

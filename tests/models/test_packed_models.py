@@ -19,7 +19,7 @@ from jspec.training.target_states import fingerprint
 from support import checkpoints, gguf_files, same_bits
 from support.checkpoints import BFLOAT16
 from support.gguf_files import Kind
-from support.packed_matrices import has_attention, needs_attention, needs_compiler, stored_rows
+from support.packed_matrices import needs_attention, needs_compiler, stored_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MIXED = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "output": "Q5_0", "gate": "Q8_0", "up": "Q8_0", "down": "Q5_K"}
@@ -104,7 +104,7 @@ def test_stored_programs_register_their_kernels(monkeypatch, file):
     caches = {"float32": model.new_cache(1, 8), "bfloat16": empty_cache(1, (1, 1, 8, 8), jnp.bfloat16)}
     kernels = dict(exported_programs._native_kernels((model, caches["float32"]), "cpu"))
     products = {ProductKernel(format, 24).target: format != "Q8_0" for format in {*MIXED.values(), "Q4_0"}}
-    assert kernels == products | ({AttentionKernel().target: True} if has_attention else {})
+    assert kernels == products | {AttentionKernel().target: True}
     assert not exported_programs._native_kernels((model, caches["float32"]), "cuda")
     assert not exported_programs._native_kernels((caches["bfloat16"], {"x": np.zeros(3)}), "cpu")
 

@@ -7,12 +7,13 @@ import pytest
 
 from convert import blocks
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.masked_attention import AttentionKernel
 from jspec.models.packed import PackedMatrix
 from support import gguf_files
 from support.gguf_files import Kind
 
 FORMATS = sorted(blocks.FORMATS)
-has_attention = native._compiler() is not None and native.has_avx512()
+has_attention = native._compiler() is not None and AttentionKernel().is_faster
 needs_attention = pytest.mark.skipif(not has_attention, reason="native attention needs AVX-512 and a C++ compiler")
 needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="there is no C++ compiler")
 

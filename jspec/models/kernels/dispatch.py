@@ -198,7 +198,7 @@ def _is_triton_available(**_: object) -> bool:
 
 
 def _is_native_attention_available() -> bool:
-    return native.has_avx512() and native.register(AttentionKernel())  # with AVX2 alone, XLA is faster
+    return native.register(AttentionKernel())
 
 
 def _is_native_product_available(kernel: ProductKernel, out_size: int) -> bool:

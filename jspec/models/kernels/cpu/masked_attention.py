@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.native import Kernel
 
 
@@ -37,6 +38,10 @@ class AttentionKernel(Kernel):
     @property
     def variant(self) -> str:
         return "float32"
+
+    @property
+    def is_faster(self) -> bool:
+        return native.has_avx512()
 
 
 def attend(q: Array, caches: Sequence[MaskedCache]) -> Array:

@@ -47,6 +47,11 @@ class Kernel(ABC):
         return {}
 
     @property
+    def is_faster(self) -> bool:
+        """Whether the kernel is faster than XLA's operations on this CPU."""
+        return True
+
+    @property
     def target(self) -> str:
         """The name that compiled programs use for the kernel. The name changes with the kernel's source code."""
         return f"jspec_{self.source}_{self.variant}_{_digest(self.source)[:8]}"
@@ -70,7 +75,7 @@ def register(kernel: Kernel) -> bool:
 
     Returns:
         Whether the kernel is available. If not, a warning states why, once for each reason, unless ``JSPEC_NATIVE=0``
-        is set.
+        is set or XLA is faster.
     """
     with _LOCK:  # XLA rejects a second registration, and an engine compiles its programs on several threads
         return _register(kernel)
@@ -78,7 +83,7 @@ def register(kernel: Kernel) -> bool:
 
 @functools.cache
 def _register(kernel: Kernel) -> bool:
-    if os.environ.get("JSPEC_NATIVE") == "0":
+    if os.environ.get("JSPEC_NATIVE") == "0" or not kernel.is_faster:
         return False
     try:
         loaded = ctypes.CDLL(str(library(kernel)))
