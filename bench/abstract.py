@@ -19,7 +19,8 @@ from jspec.decoding.program import decode_program, traced
 from jspec.drafters.draft_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN
-from jspec.models.quantize import matrices
+from jspec.models.llama import matrices, set_parts
+from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 from jspec.rules import RULES, Rule
 
 
@@ -47,15 +48,17 @@ class Setting:
         return dataclasses.replace(self, draft_length=0)
 
 
-def model(config: LlamaConfig, dtype: Any, quantized: bool = False) -> jspec.Llama:
-    """Return a Llama that consists of shapes only."""
+def model(config: LlamaConfig, dtype: Any, quantized: str | None = None) -> jspec.Llama:
+    """Return a Llama that consists of shapes only, quantised as on a GPU or TPU if `quantized` is "int8" or "int4"."""
 
     def make() -> jspec.Llama:
         made = jspec.Llama(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        made.quantized = quantized
         for module in matrices(made).values() if quantized else ():
-            shape = module.weight[...].shape
-            module.weight.set_value(jnp.zeros(shape, jnp.int8))
-            module.scale = nnx.data(nnx.Param(jnp.zeros(shape[1:], jnp.float32)))
+            inputs, outputs = module.weight.shape
+            size = inputs if quantized == "int8" else group_size(inputs)
+            shape = inputs // size, outputs, size
+            set_parts(module, [QuantizedMatrix(jnp.zeros(shape, quantized), jnp.zeros(shape[:2], jnp.float32))])
         return made
 
     return nnx.eval_shape(make)
@@ -67,7 +70,7 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
     Raises:
         ValueError: the pair is unknown.
     """
-    first, _, second = pair.removesuffix(":int8").partition("/")
+    first, _, second = pairs.without_kinds(pair).partition("/")
     if first in pairs.STRETCHED and not second:
         found = pairs.STRETCHED[first]
         return found.config, dataclasses.replace(found.config, num_hidden_layers=found.draft_layers)
@@ -75,14 +78,15 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
         return pairs.SHAPES[first], pairs.SHAPES[second]
     raise ValueError(
         f"There is no pair {pair!r} of shapes; choose from {', '.join(pairs.STRETCHED)}, or write TARGET/DRAFT "
-        f"with two of {', '.join(pairs.SHAPES)}, and append :int8 for an int8 draft."
+        f"with two of {', '.join(pairs.SHAPES)}, and append :int8 or :int4 to a shape to quantise that model."
     )
 
 
 def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
     """Return ``(target, draft)`` as shapes, for a name that `configs` accepts. `changes` apply to both configs."""
     target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
-    return model(target, dtype), model(draft, dtype, name.endswith(":int8"))
+    target_kind, draft_kind = pairs.quantization_kinds(name)
+    return model(target, dtype, target_kind), model(draft, dtype, draft_kind)
 
 
 def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:

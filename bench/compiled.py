@@ -231,7 +231,7 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
 def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
     """Raise ValueError if the weights and caches alone exceed the memory of `count` devices."""
     slots, memory = slots_of(setting.width + setting.new_tokens, 0), device.memory / 1e9
-    held = [Weights(one.config, one.dtype.itemsize, one.embed_tokens.scale is not None) for one in models]
+    held = [Weights(one.config, one.dtype.itemsize, one.quantized) for one in models]
     weights = sum(one.bytes for one in held) / 1e9
     caches = sum(one.cache_bytes(setting.batch, slots) for one in held) / 1e9
     if weights + caches > count * memory:

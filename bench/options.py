@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 Pair = Annotated[
     str,
     typer.Option(
-        "--pair", help="bundled, 109m, or two Llama shapes as TARGET/DRAFT; append :int8 to quantise the draft."
+        "--pair",
+        help="bundled, 109m, or two Llama shapes as TARGET/DRAFT; append :int8 or :int4 to quantise that model.",
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1)]

@@ -114,17 +114,45 @@ def weight_bytes(model: jspec.Llama) -> int:
     reads float32.
     """
     unread = None if model.lm_head is None else model.embed_tokens
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(model)) - sum(leaf.nbytes for leaf in jax.tree.leaves(unread))
+    return nbytes(model) - nbytes(unread)
+
+
+def nbytes(tree: Any) -> int:
+    """Return the size of all arrays in bytes. JAX's `nbytes` would count a whole byte per int4 value."""
+    return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(tree))
+
+
+def without_kinds(name: str) -> str:
+    """Return the name of a pair without :int8 and :int4."""
+    return "/".join(part.partition(":")[0] for part in name.split("/"))
+
+
+def quantization_kinds(name: str) -> tuple[str | None, str | None]:
+    """Return how to quantise the target and the draft of the pair `name`: "int8", "int4" or None each.
+
+    Raises:
+        ValueError: a kind is unknown.
+    """
+    found = [part.partition(":")[2] or None for part in name.split("/")]
+    if any(kind not in (None, "int8", "int4") for kind in found):
+        raise ValueError(f"{name!r} has an unknown kind of quantisation; append :int8 or :int4.")
+    return found[0] if len(found) > 1 else None, found[-1]
+
+
+def _quantized(model: jspec.Llama, kind: str | None) -> jspec.Llama:
+    return model if kind is None else jspec.quantize(model, kind)
 
 
 def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
     """Return ``(target, draft)`` by name: "bundled", a stretched pair, or "TARGET/DRAFT" for two random-weight shapes.
 
-    If the name ends with ":int8", the draft is quantised.
+    ":int8" or ":int4" at the end of the name quantises the draft. "TARGET:int8/DRAFT" quantises the target.
     """
-    if name.endswith(":int8"):
-        target, draft = pair(name.removesuffix(":int8"), dtype)
-        return target, jspec.quantize(draft, "int8")
+    given_name, (target_kind, draft_kind) = name, quantization_kinds(name)
+    name = without_kinds(name)
+    if target_kind or draft_kind:
+        target, draft = pair(name, dtype)
+        return _quantized(target, target_kind), _quantized(draft, draft_kind)
     if name == "bundled":
         return jspec.demo_pair(dtype)[:2]
     dtype = jnp.dtype(dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16))
@@ -133,7 +161,8 @@ def pair(name: str, dtype: Any = None) -> tuple[jspec.Llama, jspec.Llama]:
     names = name.split("/")
     if len(names) != 2 or any(part not in SHAPES for part in names):
         raise ValueError(
-            f"There is no pair {name!r}; use bundled, {', '.join(STRETCHED)}, or TARGET/DRAFT from {list(SHAPES)}."
+            f"There is no pair {given_name!r}; use bundled, {', '.join(STRETCHED)}, or "
+            f"TARGET/DRAFT from {list(SHAPES)}."
         )
     first, second = (random_llama(SHAPES[part], dtype, seed) for seed, part in enumerate(names))
     return first, second

@@ -57,7 +57,7 @@ def _formats(model: jspec.Llama) -> str:
     """Return the formats of the model's matrices."""
     found: set[str] = set()
     for module in matrices(model).values():
-        found |= {part.format for part in module.packed} if module.packed else {str(module.weight.dtype)}
+        found |= {part.format for part in module.parts} if module.parts else {str(module.weight.dtype)}
     return ", ".join(sorted(found))
 
 

@@ -17,8 +17,8 @@ ROPE_FIELDS = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": 
 
 
 def has_twin(model: Any) -> bool:
-    """Return whether transformers can decode with the same weights, which must be those of a model and not in int8."""
-    return isinstance(model, jspec.Llama) and model.embed_tokens.scale is None
+    """Return whether `model` is an unquantised Llama, whose weights transformers can also use."""
+    return isinstance(model, jspec.Llama) and model.quantized is None
 
 
 def twin(model: jspec.Llama) -> Any:

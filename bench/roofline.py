@@ -10,6 +10,7 @@ from bench import pairs, plots
 from bench.passes import Pass, pass_seconds
 from bench.report import publish
 from bench.timing import in_turns, spread
+from jspec.models.quantized_matrix import QuantizedMatrix
 
 PROBE_BYTES = {"cpu": 2**28, "gpu": 2**32, "tpu": 2**31}
 
@@ -31,13 +32,14 @@ def run(pair: str, batch: int, ks: list[int], context: int, repeats: int) -> Non
     """Measure the probes and the passes of both models in turns, and publish the table.
 
     Raises:
-        ValueError: the pair has int8 weights that are not packed, and the device is a CPU.
+        ValueError: a model has quantised weights that are not packed, and the device is a CPU.
     """
     target, draft = pairs.pair(pair)
-    if draft.embed_tokens.scale is not None and jax.default_backend() == "cpu":
+    parts = [part for model in (target, draft) for part in model.embed_tokens.parts or ()]
+    if jax.default_backend() == "cpu" and any(isinstance(part, QuantizedMatrix) for part in parts):
         raise ValueError(
-            f"roofline of {pair!r} on CPU would count int8 bytes, but XLA widens them to float32 before the loop, "
-            "so that every pass reads four times as many; omit ':int8'."
+            f"roofline of {pair!r} on CPU would count quantised bytes, but XLA widens them to float32 before the loop, "
+            "so that every pass reads at least four times as many; omit ':int8' or ':int4'."
         )
     size, calls = probes()
     passes = {

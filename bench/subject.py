@@ -135,7 +135,7 @@ def find(
 
 def _known(pair: str, prompts: Path | None) -> Subject:
     """Return a pair included with jspec."""
-    if pair.removesuffix(":int8") == "bundled":
+    if pairs.without_kinds(pair) == "bundled":
         return Subject(pair, *pairs.pair(pair), text.load_tokenizer(PAIR / "target"))
     if prompts is not None:
         raise ValueError(

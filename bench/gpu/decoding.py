@@ -1,4 +1,4 @@
-"""Decoding on the device: plain and speculative, bfloat16 and int8, each with its prediction, and a time breakdown.
+"""Decoding on the device: plain and speculative, in bfloat16, int8 and int4, with predictions and a time breakdown.
 
 Programs are measured in groups, the most valuable first. The programs of a group are compiled together and run in turns
 with plain decoding of the target, which is the reference for every speed-up. The reference is compiled alone, so that
@@ -76,16 +76,18 @@ def _groups(record: Record, size: Sizes, rehearse: bool) -> Iterator[Sequence[Ca
 
     yield [plain(PLAIN, target, size)]
     yield [drafted(2)]
-    light = random_model(size.draft, size.dtype, 1, quantized=True)
+    int8_draft, int4_draft = (random_model(size.draft, size.dtype, 1, kind) for kind in ("int8", "int4"))
     large = random_model(size.large, size.dtype, 2)
     if rehearse:  # one program of each kind
-        yield [plain("int8 1B plain", light, size), plain("8B plain", large, size)]
+        yield [plain("int8 1B plain", int8_draft, size), plain("8B plain", large, size)]
+        yield [plain("int4 1B plain", int4_draft, size)]
         return
-    yield [drafted(2, "int8 1B", light), plain("8B plain", large, size), plain("1B plain", draft, size)]
+    yield [drafted(2, "int8 1B", int8_draft), plain("8B plain", large, size), plain("1B plain", draft, size)]
     del large
-    light_target = random_model(size.target, size.dtype, 0, quantized=True)
-    yield [drafted(4, "int8 1B", light), plain("int8 3B plain", light_target, size)]
-    yield [drafted(1), drafted(3), drafted(4), drafted(3, "int8 1B", light)]
+    yield [drafted(4, "int4 1B", int4_draft), drafted(4, "int8 1B", int8_draft)]
+    for kind in ("int8", "int4"):
+        yield [plain(f"{kind} 3B plain", random_model(size.target, size.dtype, 0, kind), size)]
+    yield [drafted(1), drafted(3), drafted(4), drafted(3, "int8 1B", int8_draft)]
 
 
 def _profile(record: Record, program: Program, seconds: float, size: Sizes) -> None:

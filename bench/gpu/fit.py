@@ -8,9 +8,9 @@ kernels of the longer of two times: bytes over the published bandwidth, and prod
 which is linear in 1 / share and launch. Least squares on the relative errors determines both, within launch >= 0 and
 share <= 1. In `jspec.core.devices.Device`, they are called `bandwidth_share` and `launch`.
 
-Rounds with int8 weights are predicted but not fitted, because the cost of an int8 product must not become the cost of a
-kernel. Every other round is also predicted by a fit to all rounds except itself, to show whether the fit predicts
-anything.
+Rounds with int8 or int4 weights are predicted but not fitted, because the cost of their products must not become the
+cost of a kernel. Every other round is also predicted by a fit to all rounds except itself, to show whether the fit
+predicts anything.
 """
 
 import dataclasses
@@ -41,9 +41,13 @@ class Round:
     predicted: float
 
     @property
-    def is_int8(self) -> bool:
-        """Whether any weights are int8."""
-        return "int8" in self.name
+    def is_quantized(self) -> bool:
+        """Whether any weights are quantised."""
+        return _is_quantized(self.name)
+
+
+def _is_quantized(name: str) -> bool:
+    return "int8" in name or "int4" in name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
     """Return the device, and the batch-1 rounds that the decoding step measured in `folder`.
 
     Raises:
-        ValueError: there are too few rounds without int8 weights, or the device has no predictions.
+        ValueError: there are too few rounds without quantised weights, or the device has no predictions.
     """
     rows = [
         row
@@ -70,7 +74,7 @@ def rounds(folder: Path) -> tuple[str, list[Round]]:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
         if all(key in row for key in _KEYS) and row.get("batch", 1) == 1
     ]
-    usable = sum("int8" not in row["what"] for row in rows)
+    usable = sum(not _is_quantized(row["what"]) for row in rows)
     if usable < _LEAST:
         raise ValueError(
             f"{folder} has {usable} measured rounds of the drill's {_STEP} step, but a fit needs {_LEAST};"
@@ -107,7 +111,7 @@ def fit(measured: Sequence[Round]) -> Fit:
 def report(folder: Path) -> str:
     """Return a report of a drill's fit: one line per round, and the constants to write into `jspec.core.devices`."""
     title, measured = rounds(folder)
-    fitted = [one for one in measured if not one.is_int8]
+    fitted = [one for one in measured if not one.is_quantized]
     found = fit(fitted)
     lines = [f"{'round':<32}{'measured':>10}{'before':>9}{'after':>9}{'without':>9}   predicted over measured"]
     worst = 0.0

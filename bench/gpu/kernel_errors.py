@@ -1,4 +1,4 @@
-"""Errors of both kernels against float64, compared with those of the XLA implementation.
+"""Errors of both kernels and of products with quantised weights, relative to float64.
 
 A kernel is correct if its error is hardly larger than XLA's. For dtypes without a kernel, the XLA implementation must
 reach the precision of the dtype. This also reveals float32 products that are silently computed in TF32.
@@ -22,6 +22,7 @@ from jspec.models.kernels import HEAD_SIZES
 from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
 from jspec.models.layers import _project_add_norm
+from jspec.models.quantized_matrix import QuantizedMatrix
 
 _THREADS = 8  # compiler threads, one for each implementation of a few cases
 _EPS = 1e-5
@@ -50,13 +51,21 @@ _LARGE_NORMS = {
     for batch in (1, 5, 8, 64)
 }
 
+# Name -> rows, groups, inputs per group, outputs, and the type of the codes.
+_PRODUCTS = {
+    f"{kind}, {rows} rows": (rows, 16 if kind == "int4" else 1, 128 if kind == "int4" else 2048, 4096, kind)
+    for kind, rows in itertools.product(("int8", "int4"), (1, 5, 8, 32))
+}
+
 
 def small(record: Record, rehearse: bool) -> None:
-    """Add a row for each small case in bfloat16, and for a few attention cases in the other dtypes."""
+    """Add a row for each small kernel case, a few attention cases in the other dtypes, and quantised products."""
     few = dict(list(kernels.ATTENTION.items())[: 1 if rehearse else 3])
     cases = [(name, case, jnp.bfloat16) for name, case in (few if rehearse else kernels.ATTENTION).items()]
     cases += [(name, case, dtype) for name, case in few.items() for dtype in (jnp.float16, jnp.float32)]
-    _add_rows(record, [_attention(*case) for case in cases] + [_norm(*case) for case in kernels.NORM.items()])
+    products = itertools.product([*_PRODUCTS.items()][: 1 if rehearse else None], (jnp.bfloat16, jnp.float16))
+    checks = [_attention(*case) for case in cases] + [_norm(*case) for case in kernels.NORM.items()]
+    _add_rows(record, checks + [_product(*case, dtype) for case, dtype in products])
 
 
 def large(record: Record, rehearse: bool) -> None:
@@ -98,6 +107,24 @@ def _norm(name: str, case: tuple) -> _Case:
         "kernel": functools.partial(project_add_norm, eps=_EPS, interpret=_interpreted()),
     }
     return _Case(f"norm, {name}", forms, functools.partial(kernels.norm_arguments, *case), _normed)
+
+
+def _product(name: str, case: tuple, dtype: Any) -> _Case:
+    """Return a case for a product with a quantised matrix.
+
+    Products of codes and activations are exact in float32, so only sums and scaling round.
+    """
+    rows, groups, size, outputs, kind = case
+
+    def arrays() -> Sequence[Any]:
+        keys = jax.random.split(jax.random.key(0), 3)
+        low, high = (-127, 128) if kind == "int8" else (-8, 8)
+        codes = jax.random.randint(keys[0], (groups, outputs, size), low, high, jnp.int8).astype(kind)
+        scales = jax.random.uniform(keys[1], (groups, outputs), minval=0.001, maxval=0.002)
+        return QuantizedMatrix(codes, scales), jax.random.normal(keys[2], (rows, groups * size), dtype)
+
+    forms = {"XLA": QuantizedMatrix.multiply}
+    return _Case(f"product, {name}, {np.dtype(dtype).name}", forms, arrays, _multiplied)
 
 
 def _interpreted() -> bool:
@@ -147,6 +174,13 @@ def _normed(arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]
         {form: kernels.exact_norm(result[0], gamma, _EPS) for form, result in results.items()},
     )
     return row | {f"sum_{name}": error for name, error in summed.items()} | {"ok": row["ok"] and summed["ok"]}
+
+
+def _multiplied(arrays: Sequence[Any], results: Mapping[str, Any]) -> dict[str, Any]:
+    matrix, x = arrays
+    codes, scales = (np.asarray(part[...], np.float32).astype(np.float64) for part in (matrix.codes, matrix.scales))
+    weights = np.moveaxis(codes * scales[..., None], 0, 1).reshape(matrix.out_size, -1)
+    return _errors(results, {"XLA": np.asarray(x, np.float64) @ weights.T})
 
 
 def _errors(results: Mapping[str, Any], truths: Mapping[str, np.ndarray]) -> dict[str, Any]:

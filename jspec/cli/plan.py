@@ -38,7 +38,7 @@ def plan(
     num_draft_tokens: Annotated[
         int | None, option("--num-draft-tokens", "N", "Draft tokens per round [default: the best].", min=1, max=16)
     ] = None,
-    quantize: Annotated[str | None, choice("--quantize", "Quantise the weights of the draft.", "int8")] = None,
+    quantize: Annotated[str | None, choice("--quantize", "Quantise the weights of the draft.", "int8", "int4")] = None,
     as_json: Annotated[bool, option("--json", None, "Print one JSON object.")] = False,
 ) -> None:
     """Predict whether TARGET and DRAFT fit on a device, how fast they decode there, and how many tokens to draft.

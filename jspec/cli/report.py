@@ -189,7 +189,7 @@ def plan_table(plan: Plan) -> Table:
     notes = ["predicted, not measured; tokens/s of each text"]
     drafts = _drafts(plan)
     if len(drafts) > 1:
-        notes.append("an int8 draft is assumed to be accepted as often")
+        notes.append("a quantised draft is assumed to be accepted as often")
     table = Table(caption="\n".join(notes), box=box.SIMPLE_HEAD)
     for title in ("K", "tokens/round", "ms/round", "tokens/s", *drafts):
         table.add_column(title, justify="right", no_wrap=True)

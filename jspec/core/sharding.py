@@ -101,12 +101,30 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
         )
 
     def divide(name: str, shape: tuple[int, ...]) -> NamedSharding:
-        owner = name.split(".")[-2]
-        if owner in ("qkv_proj", "gate_up_proj"):
-            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape) - 1), axis))
-        return NamedSharding(mesh, PartitionSpec(*[axis] * (len(shape) - 1)))
+        path, _, leaf = name.rpartition(".")
+        owner = path.partition(".parts.")[0].rpartition(".")[2]
+        inputs, outputs = _input_and_output_axes(leaf, shape)
+        spec: list[str | None] = [None] * len(shape)
+        divided = outputs if owner in ("qkv_proj", "gate_up_proj") else inputs
+        if divided is not None:
+            spec[divided] = axis
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
     return divide
+
+
+def _input_and_output_axes(leaf: str, shape: tuple[int, ...]) -> tuple[int | None, int]:
+    """Return the index of an array's input dimension, or None, and that of its output dimension.
+
+    `jspec.models.quantized_matrix` describes `codes` and `scales`. Several groups are divided among devices. The inputs
+    of a single group are divided, too, but every device holds all its scales.
+    """
+    groups = 0 if shape[0] > 1 else None
+    if leaf == "codes":
+        return (2 if groups is None else groups), 1
+    if leaf == "scales":
+        return groups, 1
+    return (0 if len(shape) > 1 else None), len(shape) - 1
 
 
 def check_placement(sharding: object) -> None:

@@ -12,6 +12,6 @@ BY_TOKEN = Layout(major_to_minor=(1, 0))
 
 def lay_out(model: Llama) -> None:
     """Convert the weights of `model` on their devices to the layouts that programs read them in."""
-    if jax.default_backend() == "tpu":
+    if jax.default_backend() == "tpu" and model.embed_tokens.parts is None:
         embedding = model.embed_tokens.weight
         embedding.set_value(jax.device_put(embedding[...], Format(BY_TOKEN, embedding[...].sharding)))

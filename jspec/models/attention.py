@@ -14,10 +14,11 @@ from jax import Array, lax
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
-from jspec.models.kernels import dispatch as choice
+from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
-from jspec.models.layers import Linear, RMSNorm, einsum
+from jspec.models.layers import Linear, RMSNorm
+from jspec.models.products import einsum
 from jspec.models.rope import rotate
 
 _LEAST = 256  # slots; reading fewer slots would save less time than the choice takes
@@ -75,7 +76,7 @@ class Attention(nnx.Module):
         plain = context.past is None and context.branches is None and context.cache_rows is None
         if plain and self.q_norm is None:  # the kernel supports none of these
             inputs = qkv, context.tables, context.keys, context.values, context.slots
-            return choice.attention(_attend_projected, *inputs, self.sizes)
+            return dispatch.attention(_attend_projected, *inputs, self.sizes)
         return _write_and_attend(*self.split(qkv), context)
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
@@ -116,7 +117,7 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
         last = past[3][:, None] - 1
         seen = jnp.broadcast_to(visible(last, past[0].shape[3]), (batch, tokens, past[0].shape[3]))
         caches.insert(0, MaskedCache(*past[:3], seen))
-    attended = choice.masked_attention(_attend_filled, rotate(q, tables), caches, last)
+    attended = dispatch.masked_attention(_attend_filled, rotate(q, tables), caches, last)
     mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)
     return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
 
@@ -173,7 +174,7 @@ def _attend(q: Array, caches: Sequence[MaskedCache]) -> Array:
     scores = [score(own_rows(cache.keys, cache.rows), cache.mask) for cache in caches]
     ends = np.cumsum([part.shape[-1] for part in scores])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    # Keep float32 until the sum. XLA's CPU kernels also support only a float32 result. See `_product_of_halves`.
+    # Keep float32 until the sum. XLA's CPU kernels also support only a float32 result. See `jspec.models.products`.
     mixed = [
         einsum("bgrst,bgtd->bgrsd", weight, own_rows(cache.values, cache.rows), jnp.float32)
         for weight, cache in zip(jnp.split(weights, ends[:-1], axis=-1), caches, strict=True)

@@ -15,7 +15,7 @@ from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm, copy_tree
-from jspec.models.packed import PackedMatrix, widen
+from jspec.models.matrix_parts import MatrixPart, widen
 from jspec.models.rope import rope_tables
 
 Result = TypeVar("Result")
@@ -208,19 +208,17 @@ def matrices(model: Llama) -> dict[str, Linear | Embed]:
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
-def set_packed(module: Linear | Embed, parts: list[PackedMatrix]) -> None:
-    """Store packed matrices in `module`, in place of its weight and scale, or of other packed matrices."""
-    if module.packed is None:
+def set_parts(module: Linear | Embed, parts: Sequence[MatrixPart]) -> None:
+    """Replace the matrix of `module` with `parts`, which hold consecutive outputs."""
+    if module.parts is None:
         del module.weight
-    if module.scale is not None:
-        module.scale = nnx.static(None)
-    module.packed = nnx.data(nnx.List(parts))
+    module.parts = nnx.data(nnx.List(parts))
 
 
 def set_weight(module: Linear | Embed, weight: Array) -> None:
-    """Store ``weight[in, out]`` in `module`, in place of packed matrices, if it has any."""
+    """Replace the matrix of `module` with the array ``weight[in, out]``."""
     module.weight = nnx.data(nnx.Param(weight))
-    module.packed = nnx.static(None)
+    module.parts = nnx.static(None)
 
 
 def with_outputs(model: Llama, tokens: ArrayLike) -> Llama:
@@ -234,9 +232,12 @@ def with_outputs(model: Llama, tokens: ArrayLike) -> Llama:
 
 
 def widened(model: Llama) -> Llama:
-    """Return a copy of `model` with packed matrices widened to its dtype. The copy shares all other weights."""
+    """Return a copy of `model` with packed and quantised matrices widened to its dtype.
+
+    The copy shares all other weights.
+    """
     model = copy_tree(model)
     for module in matrices(model).values():
-        if module.packed is not None:
-            set_weight(module, widen(module.packed).T.astype(model.dtype))
+        if module.parts is not None:
+            set_weight(module, widen(module.parts).T.astype(model.dtype))
     return model

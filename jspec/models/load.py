@@ -22,8 +22,9 @@ from jspec.core.sharding import Placement, check_placement, place
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
-from jspec.models.llama import Llama, matrices, set_packed, widened
-from jspec.models.packed import ACTIVATION_BITS, PackedMatrix, widen
+from jspec.models.llama import Llama, matrices, set_parts, widened
+from jspec.models.matrix_parts import widen
+from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
@@ -47,15 +48,15 @@ def load(
         dtype: the dtype of activations, KV cache, and weights that are not packed. The default is float32 on CPU,
             bfloat16 on GPU and TPU, and float16 on a GPU without bfloat16, such as a T4.
         quantize: "int8" or "int4" quantises every matrix and never holds the whole model unquantised. See `quantize`.
-            Norms, biases, activations and KV cache keep `dtype`. "int4" needs packed weights.
+            Norms, biases, activations and KV cache keep `dtype`.
         sharding: the placement of the weights: either one `jax.sharding.Sharding` for all weights, or a function that
             maps a weight's name and shape to a sharding, such as ``jspec.tensor_parallel(mesh)``. No device ever holds
-            more than its own part. An int8 matrix's scales are placed with its columns.
+            more than its own part. A quantised matrix is placed like the matrix that it replaces.
         packed: True keeps matrices as they are stored: in GGUF's blocks (`convert.blocks.FORMATS`), bfloat16 or
             float16. No weight changes. With `quantize`, matrices are stored in GGUF's blocks, too, so that a pass reads
-            only the quantised weights. False widens matrices to `dtype`, or stores int8 with one scale per column. By
-            default, matrices are packed on a CPU with AVX-512 VNNI if `dtype` is float32 and `sharding` is not given.
-            Without a C++ compiler, they are not.
+            only the quantised weights. False widens matrices to `dtype`, or quantises them as on a GPU. By default,
+            matrices are packed on a CPU with AVX-512 VNNI if `dtype` is float32 and `sharding` is not given. Without a
+            C++ compiler, they are not.
         activation_bits: with 8 or 16, activations that multiply packed quantised weights are rounded, 32 at a time, to
             integers of that size. Passes over several rows are then faster. Rounding changes the model: every decoding
             function uses the distribution of the rounded model. It implies `packed`.
@@ -67,9 +68,9 @@ def load(
         convert.CheckpointError: the source is not a checkpoint of a supported family, or is damaged. The message says
             what was found and what was expected.
         ValueError: `packed` is True on a device other than a CPU, or with `sharding`; `activation_bits` is unknown or
-            has no effect; `quantize` is unknown, or is "int4" and weights are not packed; a matrix has a size that the
-            packed form does not support; a weight is not finite and so cannot be quantised; `sharding` cannot divide a
-            weight; or the dtype is float16 and activations exceed 60,000 on a probe prompt.
+            has no effect; `quantize` is unknown; a matrix has a size that the packed or quantised form does not
+            support; a weight is not finite and so cannot be quantised; `sharding` cannot divide a weight; or the dtype
+            is float16 and activations exceed 60,000 on a probe prompt.
         TypeError: `sharding` is neither a sharding nor a function, or the function returns another type.
     """
     if quantize is not None:
@@ -109,7 +110,8 @@ def _is_packed(packed: bool | None, dtype: jnp.dtype, sharding: Placement | None
 
 
 def _rounds_activations(model: Llama) -> bool:
-    return any(part.activation_bits < 24 for module in matrices(model).values() for part in module.packed or ())
+    parts = [part for module in matrices(model).values() for part in module.parts or ()]
+    return any(isinstance(part, PackedMatrix) and part.activation_bits < 24 for part in parts)
 
 
 def default_dtype() -> DTypeLike:
@@ -153,11 +155,11 @@ def from_arrays(
         leaf = leaves.pop(name)
         source = _parts(array, activation_bits) if isinstance(array, tuple) else _placed(name, array, dtype, sharding)
         if quantized is not None and name in owners:
-            quantize_matrix(owners[name], source, quantized[1], activation_bits, name)
+            quantize_matrix(owners[name], source, *quantized, activation_bits, name)
         elif not isinstance(source, list):
             leaf.set_value(source)
         elif _stay_packed(source):
-            set_packed(owners[name], source)
+            set_parts(owners[name], source)
         else:
             leaf.set_value(widen(source).T.astype(dtype))
     if leaves:

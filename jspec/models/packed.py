@@ -13,7 +13,6 @@ each is then at most half the largest of the 32, divided by 32,639 or 127. 16-bi
 """
 
 import functools
-from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -85,28 +84,6 @@ class PackedMatrix(nnx.Module):
             name: jnp.take(field.reshape(-1, *field.shape[2:]), rows, axis=0)
             for name, field in _fields(tiles, self.format).items()
         }
-
-
-def multiply(parts: Sequence[PackedMatrix], x: Array) -> Array:
-    """Return the product ``float32[..., out]`` of ``x[..., in]`` and matrices that hold consecutive outputs."""
-    return jnp.concatenate([part.multiply(x) for part in parts], axis=-1)
-
-
-def widen(parts: Sequence[PackedMatrix]) -> Array:
-    """Return matrices that hold consecutive outputs as one ``float32[out, in]``."""
-    return jnp.concatenate([part.widen() for part in parts])
-
-
-def take(parts: Sequence[PackedMatrix], rows: ArrayLike) -> Array:
-    """Return `PackedMatrix.take` of an embedding, which is always a single matrix."""
-    (part,) = parts
-    return part.take(rows)
-
-
-def select(parts: Sequence[PackedMatrix], rows: ArrayLike) -> list[PackedMatrix]:
-    """Return `PackedMatrix.select` of an embedding, which is always a single matrix."""
-    (part,) = parts
-    return [part.select(rows)]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

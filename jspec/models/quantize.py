@@ -1,20 +1,20 @@
-"""Quantisation: which form "int8" and "int4" have on a device, and the form with one scale per column.
+"""Quantisation of weights to int8 or int4, in the form that suits a device.
 
 Decoding reads all weights at every pass, so their size in bytes determines its cost. A draft model can be rounded
 freely, because the output distribution does not depend on the quality of the draft.
 
 Where weights are packed (see `jspec.load`), both kinds quantise groups of 32 weights (`jspec.models.groups`), and
-native kernels read them as they are stored. Elsewhere, "int8" stores one float32 scale per column. XLA can read such
-weights in the product itself, but on CPU it widens them once per call, before the loop, so they save no time there.
+native kernels read them as they are stored. Elsewhere, both kinds are stored as a `QuantizedMatrix`.
 """
 
-from typing import cast
+import functools
+from collections.abc import Sequence
+from typing import TypeAlias, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
@@ -24,8 +24,10 @@ from jspec.models.groups import GROUP, quantized_matrix, quantized_part
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.layers import Embed, Linear, copy_tree
-from jspec.models.llama import Llama, matrices, set_packed, set_weight
-from jspec.models.packed import PackedMatrix, widen
+from jspec.models.llama import Llama, matrices, set_parts
+from jspec.models.matrix_parts import MatrixPart, widen
+from jspec.models.packed import PackedMatrix
+from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 
 _FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}  # the formats of packed matrices, 8.5 and 5 bits per weight
 
@@ -38,29 +40,35 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     group and takes 5 bits per weight. A pass reads only these bytes. Packed matrices that take no more bits already,
     such as those in Q4_K, stay as they are.
 
-    Otherwise, and for sizes that are not multiples of 32, "int8" has a float32 scale per column: ``W ~ W8 scale`` with
-    ``scale[out] = max |W[:, out]| / 127``, and "int4" is not available.
+    Otherwise, and for int8 if a number of inputs is not a multiple of 32, "int8" has a float32 scale per output:
+    ``W ~ scale W8`` with ``scale[o] = max |W[:, o]| / 127``. "int4" has a float32 scale per output and group of inputs:
+    ``scale = w / -8``, where w is the group's weight of largest absolute value, as in ggml's Q4_0. Groups have 128
+    inputs, or 64 or 32 if 128 does not divide the number of inputs. "int4" then takes 4.25 to 5 bits per weight.
+    On GPUs and TPUs, a pass over a few rows reads only these bytes.
 
-    Each weight changes by at most half a step of its scale, apart from the rounding of scales to float16. The copy
-    shares with `model` its norms, biases and all matrices that stay as they are. `jspec.load` quantises a checkpoint
-    in the same way, one array at a time.
+    Each weight changes by at most half a step of its scale, apart from the rounding of scales to float16. The exception
+    is int4 without minimums: its largest code is 7, so weights between 7.5 and 8 steps change by up to one step. The
+    copy shares with `model` its norms, biases and all matrices that stay as they are. `jspec.load`
+    quantises a checkpoint in the same way, one array at a time.
 
     Args:
         model: any Llama.
         kind: "int8" or "int4".
 
     Raises:
-        ValueError: `kind` is unknown, or is "int4" and the model cannot be packed; or a weight is not finite.
+        ValueError: `kind` is unknown, or is "int4" and the number of inputs of a matrix is not a multiple of 32, or a
+            group would span two devices; or a weight is not finite.
     """
     check_kind(kind)
-    parts = [part for module in matrices(model).values() for part in module.packed or ()]
-    bits = min((part.activation_bits for part in parts), default=24)
-    format = packed_format(kind, model.config, None, bool(parts) or _can_be_packed(model), bits)
+    parts = [part for module in matrices(model).values() for part in module.parts or ()]
+    packed = [part for part in parts if isinstance(part, PackedMatrix)]
+    bits = min((part.activation_bits for part in packed), default=24)
+    format = packed_format(kind, model.config, None, bool(packed) or _can_be_packed(model), bits)
     model = copy_tree(model)
     for name, module in matrices(model).items():
-        if module.scale is None or format == _FORMATS["int4"]:
-            quantize_matrix(module, _source(module), format, bits, name)
-    model.quantized = kind
+        quantize_matrix(module, _source(module), kind, format, bits, name)
+    formats = {part.format for module in matrices(model).values() for part in module.parts or ()}
+    model.quantized = "int4" if formats <= {"int4", _FORMATS["int4"]} else kind
     lay_out(model)
     return model
 
@@ -74,67 +82,93 @@ def check_kind(kind: str) -> None:
 
 
 def packed_format(kind: str, config: LlamaConfig, packed: bool | None, by_default: bool, bits: int) -> str | None:
-    """Return the format of packed matrices for `kind`, or None for int8 with one scale per column.
+    """Return the format of packed matrices for `kind`, or None if matrices are not to be packed.
 
     Args:
         packed: whether to pack the matrices; None to pack them if possible and `by_default`.
         bits: the size of rounded activations. See `jspec.models.packed`.
 
     Raises:
-        ValueError: int4 matrices are not to be packed, or the matrices cannot be packed because of their sizes.
+        ValueError: the number of inputs of a matrix is not a multiple of 32, which `kind` or `packed` requires.
     """
-    format = _FORMATS[kind]
     widths = ((name, shape[1]) for name, shape in shapes(config).items() if len(shape) == 2)
     unsuited = next(((name, width) for name, width in widths if width % GROUP), None)
-    if packed is None and unsuited is not None and kind == "int8":
-        return None
-    if packed is None:
-        packed = by_default and native.register(ProductKernel(format, bits))
-    if not packed and kind == "int4":
+    if unsuited is None:
+        packed = by_default and native.register(ProductKernel(_FORMATS[kind], bits)) if packed is None else packed
+        return _FORMATS[kind] if packed else None
+    if packed or kind == "int4":
+        remedy = 'use quantize="int8"' + " without packed=True" * bool(packed)
         raise ValueError(
-            'quantize="int4" needs packed weights, which are the default only for float32 on one CPU with AVX-512 VNNI '
-            'and a C++ compiler; pass packed=True to jspec.load on another CPU, or use quantize="int8".'
+            f"{unsuited[0]} has {unsuited[1]} inputs, but {'packed ' * bool(packed)}{kind} weights need a multiple of "
+            f"{GROUP}; {remedy}."
         )
-    if not packed:
-        return None
-    if unsuited is not None:
-        raise ValueError(
-            f"{unsuited[0]} has {unsuited[1]} inputs, but packed {kind} weights need a multiple of {GROUP}; use "
-            'quantize="int8" without packed=True.'
-        )
-    return format
+    return None
+
+
+_Source: TypeAlias = Array | np.ndarray | Sequence[MatrixPart]  # ``[in, out]``, or parts
 
 
 def quantize_matrix(
-    module: Linear | Embed, source: Array | np.ndarray | list[PackedMatrix], format: str | None, bits: int, name: str
+    module: Linear | Embed, source: _Source, kind: str, format: str | None, bits: int, name: str
 ) -> None:
-    """Store a matrix in `module` in `format`; None means int8 with its scale.
+    """Quantise `source` to `kind` and store it in `module`.
+
+    A matrix that is quantised already stays as it is if it has the required form and takes no more bits.
 
     Args:
-        source: ``[in, out]``, or packed matrices that hold consecutive outputs.
+        format: the result of `packed_format`. None stands for a `QuantizedMatrix`.
 
     Raises:
         ValueError: a weight is not finite.
     """
-    if format is None:
-        pack(module, jnp.asarray(widen(source).T if isinstance(source, list) else source), name)
-    elif isinstance(source, list):
-        set_packed(module, [quantized_part(part, format, bits, name) for part in source])
+    parts = () if isinstance(source, Array | np.ndarray) else source
+    packed = [part for part in parts if isinstance(part, PackedMatrix)]
+    if parts and all(part.format in (kind, "int4") for part in parts):
+        set_parts(module, parts)
+    elif format is None:
+        set_parts(module, [_quantized(_as_array(source), kind, name)])
+    elif packed:
+        set_parts(module, [quantized_part(part, format, bits, name) for part in packed])
     else:
-        set_packed(module, [quantized_matrix(np.asarray(source).T, format, bits, name)])
+        set_parts(module, [quantized_matrix(np.asarray(_as_array(source)).T, format, bits, name)])
 
 
-def pack(module: Linear | Embed, weight: Array, name: str) -> None:
-    """Store ``weight[in, out]`` in `module` as int8 with its scale.
+def _as_array(source: _Source) -> Array:
+    """Return the matrix as ``[in, out]``."""
+    return jnp.asarray(source if isinstance(source, Array | np.ndarray) else widen(source).T)
+
+
+def _quantized(weight: Array, kind: str, name: str) -> QuantizedMatrix:
+    """Return ``weight[in, out]`` quantised to `kind`.
 
     Raises:
-        ValueError: the weight is not finite, so its column would become noise.
+        ValueError: a weight is not finite, so no scale can represent its group.
     """
-    rounded, scale = cast(tuple[Array, Array], _int8(weight))
-    if not jnp.isfinite(scale).all():
-        raise ValueError(f"{name} has a value that is not finite, which int8 cannot hold; do not quantize this model.")
-    set_weight(module, rounded)
-    module.scale = nnx.data(nnx.Param(scale))
+    if kind == "int8":
+        codes, scales = cast(tuple[Array, Array], _int8(weight))
+    else:
+        codes, scales = cast(tuple[Array, Array], _int4(weight, _checked_group_size(weight, name)))
+    if not jnp.isfinite(scales).all():
+        raise ValueError(
+            f"{name} has a value that is not finite, which {kind} cannot hold; do not quantize this model."
+        )
+    return QuantizedMatrix(codes, scales)
+
+
+def _checked_group_size(weight: Array, name: str) -> int:
+    """Return the size of int4's groups in ``weight[in, out]``.
+
+    Raises:
+        ValueError: a group would span two devices.
+    """
+    size = group_size(weight.shape[0])
+    on_device = weight.sharding.shard_shape(weight.shape)[0]
+    if on_device % size:
+        raise ValueError(
+            f"{name} has {on_device} inputs on each device, but int4 needs a multiple of {size}, so that no group "
+            'spans two devices; use another sharding, or quantize="int8".'
+        )
+    return size
 
 
 def is_packed_by_default(dtype: jnp.dtype) -> bool:
@@ -151,19 +185,32 @@ def _can_be_packed(model: Llama) -> bool:
     return len(devices) <= 1 and is_packed_by_default(model.dtype)
 
 
-def _source(module: Linear | Embed) -> Array | list[PackedMatrix]:
+def _source(module: Linear | Embed) -> _Source:
     """Return the matrix of `module` for `quantize_matrix`."""
-    if module.packed is not None:
-        return list(module.packed)
-    weight = module.weight[...]
-    return weight if module.scale is None else weight.astype(jnp.float32) * module.scale[...]
+    return module.weight[...] if module.parts is None else list(module.parts)
 
 
 @jax.jit
 def _int8(weight: Array) -> tuple[Array, Array]:
-    """Return ``int8[in, out]`` and ``float32[out]`` for ``weight[in, out]``, computed in float32."""
+    """Return the codes and scales of ``weight[in, out]`` as a single group, computed in float32."""
     weight = weight.astype(jnp.float32)
-    scale = jnp.abs(weight).max(axis=0) / 127
-    # A column may hold zeros, or values so small that a device may flush them to zero. NaN is kept, so it is detected.
-    scale = jnp.where(scale < cast(float, jnp.finfo(jnp.float32).tiny), 1, scale)
-    return jnp.round(weight / scale).astype(jnp.int8), scale
+    scales = _nonzero(jnp.abs(weight).max(axis=0) / 127)
+    return jnp.round(weight / scales).astype(jnp.int8).T[None], scales[None]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _int4(weight: Array, size: int) -> tuple[Array, Array]:
+    """Return the codes and scales of ``weight[in, out]`` in groups of `size` inputs, computed in float32."""
+    groups = weight.astype(jnp.float32).reshape(-1, size, weight.shape[1])
+    largest, least = groups.max(axis=1, keepdims=True), groups.min(axis=1, keepdims=True)
+    scales = _nonzero(jnp.where(largest >= -least, largest, least) / -8)
+    codes = jnp.clip(jnp.round(groups / scales), -8, 7).astype(jnp.int4)
+    return codes.swapaxes(1, 2), scales[:, 0]
+
+
+def _nonzero(scales: Array) -> Array:
+    """Return `scales` with 1 in place of zeros and subnormal values, which a device may flush to zero.
+
+    NaN is kept, so that the caller can detect it.
+    """
+    return jnp.where(jnp.abs(scales) < cast(float, jnp.finfo(jnp.float32).tiny), 1, scales)

@@ -9,8 +9,10 @@ import math
 from convert.config import LlamaConfig
 from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
+from jspec.models.quantized_matrix import MAX_REDUCTION_ROWS, ROWS_AT_ONCE, group_size
 
 _FLOAT32, _HEAD = 4, "lm_head.weight"
+_BITS = {"int8": 8, "int4": 4}
 # Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
 # layer keeps the larger of two sets of arrays: the scores ``[B, H, P, P]``, both in float32 and in the dtype of the
@@ -24,13 +26,13 @@ class Weights:
 
     Attributes:
         itemsize: the number of bytes per value in weights, activations and cache.
-        quantized: whether matrices are int8 with a float32 scale per output channel. See `jspec.models.quantize`.
+        quantized: "int8" or "int4" if matrices are quantised as on a GPU or TPU. See `jspec.quantize`.
         num_outputs: the number of tokens in a separate output head; None for the output head that `config` describes.
     """
 
     config: LlamaConfig
     itemsize: int
-    quantized: bool = False
+    quantized: str | None = None
     num_outputs: int | None = None
 
     @property
@@ -51,6 +53,28 @@ class Weights:
         """The number of weights that a pass reads. Each is multiplied once for every row of the pass."""
         return sum(map(math.prod, self._read()))
 
+    def product_bytes(self, rows: int, dtype: str) -> int:
+        """Return the bytes that a GPU's products of `rows` rows move in addition to quantised weights.
+
+        They are the sums of groups, repeated reads of the codes, and widened matrices. See
+        `jspec.models.quantized_matrix`.
+        """
+        if self.quantized is None:
+            return 0
+        return sum(self._product_bytes(shape, rows, dtype) for shape in self._read() if len(shape) == 2)
+
+    def _product_bytes(self, shape: tuple[int, ...], rows: int, dtype: str) -> int:
+        outputs, inputs = shape
+        size = inputs if self.quantized == "int8" else group_size(inputs)
+        sums = 2 * _FLOAT32 * rows * outputs * (inputs // size) if size < inputs else 0  # written and read
+        widened = 2 * self.itemsize * outputs * inputs
+        if dtype == "float16":
+            reads = -(-rows // ROWS_AT_ONCE)
+            return (reads - 1) * self._bytes(shape) + sums if rows <= MAX_REDUCTION_ROWS else widened
+        if size == inputs:
+            return 0
+        return widened if 2 * rows >= size else sums * max(rows, 2) // rows  # a single row is padded
+
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the size of the KV cache across all layers, in bytes."""
         config = self.config
@@ -63,9 +87,11 @@ class Weights:
         return batch * prompt * max(scores, MLP_ROWS * self.config.intermediate_size * self.itemsize)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        if self.quantized and len(shape) == 2:  # [out, in] in `convert`
-            return math.prod(shape) + shape[0] * _FLOAT32
-        return math.prod(shape) * self.itemsize
+        if self.quantized is None or len(shape) != 2:
+            return math.prod(shape) * self.itemsize
+        outputs, inputs = shape
+        groups = 1 if self.quantized == "int8" else inputs // group_size(inputs)
+        return outputs * inputs * _BITS[self.quantized] // 8 + groups * outputs * _FLOAT32
 
     def _read(self) -> list[tuple[int, ...]]:
         stored = self._shapes()

@@ -16,6 +16,7 @@ from jspec import theory
 from jspec.core.devices import Device, find
 from jspec.core.types import check_counts, same_but_for_padding
 from jspec.models.llama import Llama
+from jspec.models.quantize import check_kind
 from jspec.planning.memory import Footprint, Weights
 from jspec.planning.roofline import Load
 
@@ -108,15 +109,15 @@ def plan(
 
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
-            configuration is read or downloaded. A model's int8 matrices and reduced head count as such.
+            configuration is read or downloaded. A model's quantised matrices and reduced head count as such.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
-            Weights and cache have the device's dtype, even if a model's weights are packed in int4 or in GGUF's blocks.
+            Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
         num_draft_tokens: K, in 1..16. The default is the fastest K.
-        quantize: "int8" if the draft is to be quantised to int8.
+        quantize: "int8" or "int4" to plan for a quantised draft. `acceptance` stays as given.
 
     Raises:
         ValueError: an argument is out of range, the vocabularies differ, the models have too few positions, or no
@@ -125,15 +126,15 @@ def plan(
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
-    if quantize not in (None, "int8"):
-        raise ValueError(f'quantize={quantize!r} is not supported; use "int8", or None to plan the draft as it is.')
+    if quantize is not None:
+        check_kind(quantize)
     target_weights, draft_weights = (_weights(source, found) for source in (target, draft))
     limit = _check_models(target_weights.config, draft_weights.config)
     length = min(_LENGTH, limit) if length is None else length
     prompt = max(length // 2, 1) if prompt is None else prompt
     _check(batch, length, prompt, limit, acceptance, num_draft_tokens)
-    load, light = Load(found, batch, length, prompt), dataclasses.replace(draft_weights, quantized=True)
-    chosen = light if quantize else draft_weights
+    load, light = Load(found, batch, length, prompt), dataclasses.replace(draft_weights, quantized="int8")
+    chosen = dataclasses.replace(draft_weights, quantized=quantize) if quantize else draft_weights
     given, int8 = (_drafting(load, target_weights, one, acceptance, num_draft_tokens) for one in (chosen, light))
     plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
 
@@ -190,7 +191,7 @@ def _weights(source: object, device: Device) -> Weights:
     itemsize = dtypes.parse(device.dtype).itemsize
     if isinstance(source, Llama):
         num_outputs = None if source.lm_head is None else source.lm_head.num_tokens
-        return Weights(source.config, itemsize, source.quantized == "int8", num_outputs)
+        return Weights(source.config, itemsize, source.quantized, num_outputs)
     if isinstance(source, str | Path):
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):

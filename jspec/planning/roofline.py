@@ -8,10 +8,10 @@ from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 # The number of kernels that a GPU launches, as counted by `python -m bench compiled` for an H100 and a T4: per layer in
 # a pass, per pass outside its layers (embedding, head, sampling), per round outside its passes (acceptance, commit).
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 10, "float16": 18}, 14, 26
-# Additional kernels per layer: the fused kernel does not include query and key norms, or scales.
+# Additional kernels per layer: the fused kernels support neither query and key norms nor quantised matrices.
 KERNELS_OF = {
-    "bfloat16": {"quantized": 2, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
-    "float16": {"quantized": 4, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
+    "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
+    "float16": {"int8": 0, "int4": 6, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
 }
 
 
@@ -19,7 +19,8 @@ def kernels_a_layer(model: Weights, dtype: str) -> int:
     """Return the number of kernels per layer of `model` on a device that computes in `dtype`."""
     more, config = KERNELS_OF[dtype], model.config
     has = {
-        "quantized": model.quantized,
+        "int8": model.quantized == "int8",
+        "int4": model.quantized == "int4",
         "qk_norm": config.qk_norm,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
@@ -33,10 +34,12 @@ def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: i
     The duration is the longer of the memory time and the compute time, plus the time of the kernel launches.
     The pass reads all `slots` of the cache. Attention products are left out.
     """
-    moved = (model.bytes_read + model.cache_bytes(batch, slots)) / device.read_bandwidth
+    moved = model.bytes_read + model.cache_bytes(batch, slots)
+    if device.platform == "cuda":
+        moved += model.product_bytes(batch * rows, device.dtype)
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
     kernels = kernels_a_layer(model, device.dtype) * model.config.num_hidden_layers + KERNELS_A_PASS
-    return max(moved, multiplied) + kernels * device.launch
+    return max(moved / device.read_bandwidth, multiplied) + kernels * device.launch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from jax import Array
 from convert.generation_config import SamplingDefaults
 from jspec.drafters.draft_vocabulary import draft_ids_of
 from jspec.drafters.heads.eagle_module import Eagle, EagleConfig
-from jspec.models.layers import einsum
 from jspec.models.llama import Llama
+from jspec.models.products import einsum
 from jspec.models.rope import rope_tables, rotate
 from jspec.training.heads import later
 

@@ -20,6 +20,7 @@ from jspec.core.types import PyTree
 from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.models.llama import Llama, widened
+from jspec.models.packed import PackedMatrix
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import digest, write_arrays, write_text
 
@@ -74,8 +75,9 @@ def fingerprint(model: PyTree) -> str:
 
     The hash is the same on all devices, regardless of how the weights are sharded or packed.
     """
-    model = widened(model) if isinstance(model, Llama) else model
-    leaves = jax.tree.leaves(model)
+    if isinstance(model, Llama) and any(isinstance(part, PackedMatrix) for part in model.embed_tokens.parts or ()):
+        model = widened(model)
+    leaves = [leaf.astype(jnp.int8) if leaf.dtype == jnp.int4 else leaf for leaf in jax.tree.leaves(model)]
     known = [
         (leaf.dtype.name, leaf.shape, int(bits))
         for leaf, bits in zip(leaves, cast(list[Array], _bits(leaves)), strict=True)

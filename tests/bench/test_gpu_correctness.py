@@ -10,6 +10,7 @@ from bench.gpu.record import Record
 from bench.pairs import random_llama
 from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
+from jspec.models.quantized_matrix import QuantizedMatrix
 
 
 def _late(qkv, tables, keys, values, positions, **options):
@@ -51,9 +52,21 @@ def test_wrong_kernel_is_detected(wrong, monkeypatch, tmp_path, quick_compile):
         monkeypatch.setattr(kernel_errors, "project_add_norm" if norms else "decode_attention", wrong)
     kernel_errors.small(record, True)
     found = {row["what"]: row["ok"] for row in record.rows}
-    assert len(found) == 4
+    assert len(found) == 6
     expected = [name for name in found if name.startswith("norm" if norms else "attention, several tokens, bfloat16")]
     assert [name for name, ok in found.items() if not ok] == (expected if wrong else [])
+
+
+def test_product_with_shifted_codes_is_detected(monkeypatch, tmp_path, quick_compile):
+    def wrong(matrix, x):
+        return multiply(QuantizedMatrix(jnp.roll(matrix.codes[...], 1, axis=2), matrix.scales[...]), x)
+
+    multiply = QuantizedMatrix.multiply
+    monkeypatch.setattr(QuantizedMatrix, "multiply", wrong)
+    record = Record(tmp_path / "step.json")
+    for case in kernel_errors._PRODUCTS.items():
+        kernel_errors._add_rows(record, [kernel_errors._product(*case, jnp.bfloat16)])
+    assert len(record.rows) == 8 and not any(row["ok"] for row in record.rows)
 
 
 def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
@@ -70,6 +83,7 @@ def test_products_in_tf32_are_not_ok(monkeypatch, tmp_path, quick_compile):
     monkeypatch.setattr(kernels, "ATTENTION", {"one token": kernels.ATTENTION["one token"]})
     record = Record(tmp_path / "step.json")
     monkeypatch.setattr(kernels, "NORM", {})
+    monkeypatch.setattr(kernel_errors, "_PRODUCTS", {})
     kernel_errors.small(record, True)
     assert [row["ok"] for row in record.rows] == [True, True, False]
 

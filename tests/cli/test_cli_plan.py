@@ -53,21 +53,21 @@ def test_plan_prints_tables_and_recommendation(run, folders):
     assert ["draft", "8.90", "0.61", "~0.81", "10.31", "65%"] in lines
     assert ["int8", "draft", "7.66", "0.61", "~0.81", "9.07", "57%"] in lines
     seconds = found.draft.round_seconds[1]
-    assert ["2", "2.44", f"{seconds * 1e3:.3g}", f"{2.44 / seconds:.0f}", "best", "1.38x", "1.69x"] in lines
+    assert ["2", "2.44", f"{seconds * 1e3:.3g}", f"{2.44 / seconds:.0f}", "best", "1.38x", "1.70x"] in lines
     assert [row[0] for row in lines[:-1] if row and row[-1].endswith("x")] == ["plain", *map(str, range(1, 17))]
-    assert "predicted, not measured" in out and "an int8 draft is assumed to be accepted as often" in out
+    assert "predicted, not measured" in out and "a quantised draft is assumed to be accepted as often" in out
     assert out.splitlines()[-1] == (
-        "quantise the draft: in int8, with num_draft_tokens=4, it would run at 1.78x the speed of plain decoding, "
+        "quantise the draft: in int8, with num_draft_tokens=4, it would run at 1.80x the speed of plain decoding, "
         "compared with 1.38x as given"
     )
     assert max(map(len, out.splitlines()[:-1])) <= 80
 
 
 SENTENCES = {
-    "speculate": (["--quantize", "int8"], r"use num_draft_tokens=4 \(1.78x plain, predicted\)"),
+    "speculate": (["--quantize", "int8"], r"use num_draft_tokens=4 \(1.80x plain, predicted\)"),
     "another number": (
         ["--quantize", "int8", "--num-draft-tokens", 9],
-        r"use num_draft_tokens=4 \(1.78x plain, predicted\); num_draft_tokens=9 would run at 1.49x",
+        r"use num_draft_tokens=4 \(1.80x plain, predicted\); num_draft_tokens=9 would run at 1.52x",
     ),
     "do not": (["--acceptance", 0.1], "do not speculate: at best, with num_draft_tokens=1, it would run at 0.79x the"),
     "only in int8": (["--acceptance", 0.3], ".*, but as given it does not pay off"),
@@ -124,7 +124,7 @@ MISTAKES = {
     "certain twice": (["--acceptance", 1.5], 2, "--acceptance"),
     "no number": (["--device", "t4", "--acceptance", "nan"], 2, "--acceptance"),
     "no drafts": (["--num-draft-tokens", 0], 2, "--num-draft-tokens"),
-    "unknown rounding": (["--quantize", "int4"], 2, "'int4' is not one of int8"),
+    "unknown rounding": (["--quantize", "int3"], 2, "'int3' is not one of int8, int4"),
     "too long": (["--device", "t4", "--length", 5000], 1, "length=5000 is more than the 1024 positions that both"),
 }
 

@@ -171,7 +171,7 @@ def test_packed_model_has_widened_matrices(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "jspec"):
         model = jspec.load(tmp_path / "x", "float32", packed=True)
     assert "down_proj.weight (4-bit AWQ)" in caplog.text and "to float32, because jspec cannot pack" in caplog.text
-    assert not matrices(model)["layers.0.mlp.down_proj.weight"].packed
+    assert not matrices(model)["layers.0.mlp.down_proj.weight"].parts
     expected = jspec.load(plain_twin(tmp_path / "plain", weights), "float32", packed=False)
     for one, other in zip(jax.tree.leaves(widened(model)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -31,10 +31,11 @@ GPUS = [pytest.param("h100", marks=pytest.mark.cuda), pytest.param("t4", marks=p
 
 
 @functools.cache
-def program(name, plain=False, batch=1, layers=2, **options):
-    """Compile a pair with few layers; `options` are passed to XLA."""
+def program(name, plain=False, batch=1, layers=2, kind=None, **options):
+    """Compile a pair with few layers, quantised to `kind`; `options` are passed to XLA."""
     device = devices.prepare(name)
-    models = abstract.pair(PAIRS[name], device.dtype, num_hidden_layers=layers)
+    configs = (dataclasses.replace(config, num_hidden_layers=layers) for config in abstract.configs(PAIRS[name]))
+    models = tuple(abstract.model(config, device.dtype, kind) for config in configs)
     setting = abstract.Setting(batch, draft_length=0 if plain else 4)
     traced = abstract.trace(*models, setting, devices.topology(device))
     return compiled.read(*graphs.compiled(traced.lower(), options)), models, setting
@@ -52,6 +53,19 @@ def large(kernels, models, setting):
         for _, sizes in arrays(kernel.shape)
         if math.prod(sizes) >= least and vocab not in sizes
     ]
+
+
+def widening_kernels(kernels, models):
+    """Return kernels that compute no product but write an array as large as a matrix."""
+    hidden, vocab = models[1].config.hidden_size, models[0].config.vocab_size
+    found = []
+    for kernel in kernels:
+        for _, sizes in arrays(kernel.shape):
+            least = hidden * (vocab if vocab in sizes else hidden)
+            # `written` excludes kernels that update a small part of an array in place.
+            if not kernel.flops and math.prod(sizes) >= least and kernel.written >= 2 * least:
+                found.append(kernel)
+    return found
 
 
 def check(found, models, setting):
@@ -94,6 +108,25 @@ def test_program_with_library_matmul_moves_nothing_large(name, plain):
     check(*program(name, plain, xla_gpu_enable_triton_gemm=False))
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "drafting"])
+@pytest.mark.parametrize("name", ON)
+def test_quantised_matrices_are_read_as_stored(name, plain, batch, kind, report):
+    """No matrix is widened in the loop, except on a T4 for more than 32 rows."""
+    found, models, _ = program(name, plain, batch, kind=kind)
+    moved = sum(kernel.times * (kernel.read + kernel.written) for kernel in found.kernels)
+    report(kernels=found.count(), megabytes=round(moved / 1e6))
+    reads = {"int8": 0.55, "int4": 0.4}[kind] if batch == 1 and name != "v5e" else math.inf  # v5e: all in its memory
+    unquantised = program(name, plain, batch)[0]
+    assert moved <= reads * sum(kernel.times * (kernel.read + kernel.written) for kernel in unquantised.kernels)
+    if name == "t4" and batch > 1 and not plain:
+        assert widening_kernels(found.kernels, models)
+    else:
+        assert not widening_kernels(found.kernels, models)
+    assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
+
+
 @pytest.mark.cuda
 def test_h100_layer_uses_few_kernels(report):
     """A layer has few kernels.
@@ -121,13 +154,15 @@ def test_h100_host_launches_few_graphs(plain, report):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"quantized": True}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}], ids=str
+    "changes",
+    [{}, {"quantized": "int8"}, {"quantized": "int4"}, {"qk_norm": True}, {"attention_bias": True}, {"mlp_bias": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", GPUS)
 def test_plan_counts_compiled_kernels(name, changes, report):
     device, config = devices.prepare(name), abstract.configs(PAIRS[name])[0]
     more = dict(changes)
-    quantized = more.pop("quantized", False)
+    quantized = more.pop("quantized", None)
 
     def count(layers):
         shallow = dataclasses.replace(config, num_hidden_layers=layers, **more)

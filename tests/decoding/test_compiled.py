@@ -253,7 +253,11 @@ def test_either_cuda_plugin_suffices(monkeypatch):
     devices._check_plugin("cuda")
 
 
-def test_int8_pair_has_int8_draft():
-    _, draft = abstract.pair("109m:int8", "bfloat16")
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(draft)} == {"int8", "float32", "bfloat16"}
-    assert isinstance(draft, jspec.Llama)
+def test_pair_name_selects_quantised_models():
+    for name, kinds in (("109m:int8", (None, "int8")), ("llama-3.2-3b:int4/llama-3.2-1b", ("int4", None))):
+        for model, kind in zip(abstract.pair(name, "bfloat16", num_hidden_layers=1), kinds, strict=True):
+            dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(model)}
+            assert isinstance(model, jspec.Llama)
+            assert (model.quantized, dtypes) == (kind, {"bfloat16"} | ({kind, "float32"} if kind else set()))
+    with pytest.raises(ValueError, match="'109m:int3' has an unknown kind of quantisation"):
+        abstract.pair("109m:int3", "bfloat16")

@@ -10,7 +10,8 @@ from flax import nnx
 
 import jspec
 from convert import RopeConfig
-from jspec.models import layers
+from jspec.models import products
+from jspec.models.layers import Linear
 
 # The longest row exceeds the original context of the llama3 rope below, so that all branches of the rope matter.
 LENGTHS = np.array([48, 1, 17, 33])
@@ -170,11 +171,11 @@ def test_bfloat16_product_is_rounded_once(shape):
     """The product and its gradients are each rounded once; a float32 result is not rounded."""
     rng = np.random.default_rng(0)
     x, given = (jnp.asarray(rng.normal(size=(*shape, size)), jnp.bfloat16) for size in (24, 40))
-    linear = layers.Linear(24, 40, False, jnp.bfloat16, nnx.Rngs(0))
+    linear = Linear(24, 40, False, jnp.bfloat16, nnx.Rngs(0))
     weight = linear.weight[...]
     found, back = jax.jit(
         lambda x, weight, given: (lambda y, vjp: (y, vjp(given)))(
-            *jax.vjp(lambda x, w: layers._project(w, None, x), x, weight)
+            *jax.vjp(lambda x, w: products.project(w, x), x, weight)
         )
     )(x, weight, given)
     wide_x, wide_w, wide_given = (np.asarray(part, np.float64) for part in (x, weight, given))
@@ -185,7 +186,7 @@ def test_bfloat16_product_is_rounded_once(shape):
     ):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-8, atol=1e-6)
-    np.testing.assert_allclose(layers._project(weight, None, x, jnp.float32), wide_x @ wide_w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(products.project(weight, x, jnp.float32), wide_x @ wide_w, rtol=1e-5, atol=1e-6)
 
 
 def test_empty_layer_selection_returns_embeddings(toy):

@@ -9,7 +9,7 @@ import convert
 import jspec
 from convert import CheckpointError
 from jspec.engine import exported_programs
-from jspec.models import packed
+from jspec.models import matrix_parts
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel
 from jspec.models.kernels.cpu.product import ProductKernel
@@ -43,11 +43,11 @@ def _format_of(name):
 
 def test_packed_model_has_the_weights_of_the_file(file):
     wide, model = jspec.load(file, packed=False), jspec.load(file, packed=True)
-    formats = {name: [part.format for part in module.packed] for name, module in matrices(model).items()}
+    formats = {name: [part.format for part in module.parts] for name, module in matrices(model).items()}
     assert formats["layers.0.self_attn.qkv_proj.weight"] == ["Q4_K", "Q6_K"]
     assert formats["layers.0.mlp.gate_up_proj.weight"] == ["Q8_0"]
     for name, module in matrices(model).items():
-        np.testing.assert_array_equal(packed.widen(module.packed).T, matrices(wide)[name].weight[...])
+        np.testing.assert_array_equal(matrix_parts.widen(module.parts).T, matrices(wide)[name].weight[...])
     for one, other in zip(jax.tree.leaves(widened(model)), jax.tree.leaves(wide), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -71,7 +71,7 @@ def test_16_bit_checkpoint_stays_packed(tmp_path, dtype, kind):
     wide, model = jspec.load(source, "float32", packed=False), jspec.load(source, "float32", packed=True)
     assert model.dtype == jnp.float32
     for name, module in matrices(model).items():
-        (part,) = module.packed
+        (part,) = module.parts
         assert part.format == {"bfloat16": "BF16", "float16": "F16"}[dtype]
         np.testing.assert_array_equal(part.widen().T, matrices(wide)[name].weight[...])
 
@@ -112,7 +112,7 @@ def test_stored_programs_register_their_kernels(monkeypatch, file):
 def test_rounding_of_activations_keeps_matrices_packed(file, monkeypatch):
     monkeypatch.setattr(native, "register", lambda kernel: False)
     model = jspec.load(file, activation_bits=8)
-    assert {part.activation_bits for module in matrices(model).values() for part in module.packed} == {8}
+    assert {part.activation_bits for module in matrices(model).values() for part in module.parts} == {8}
 
 
 def test_rounding_of_activations_without_effect_is_rejected(file, tmp_path):
@@ -151,7 +151,7 @@ def test_reduced_vocabulary_has_the_bits_of_the_whole_one(tmp_path, file, tied):
     model = jspec.load(file, packed=True)
     size, rng = model.config.vocab_size, np.random.default_rng(0)
     drafter = jspec.ModelDrafter.with_vocabulary(model, rng.permutation(size)[: size // 3])
-    assert [part.format for part in drafter.model.head.packed] == ["Q6_K" if tied else "Q4_0"]
+    assert [part.format for part in drafter.model.head.parts] == ["Q6_K" if tied else "Q4_0"]
     tokens = rng.integers(0, size, (2, 9), np.int32)
     whole, few = (np.asarray(jax.jit(lambda m, t: m(t))(m, tokens)) for m in (model, drafter.model))
     ids = np.argsort(drafter.draft_ids, kind="stable")[: size // 3]

@@ -1,4 +1,4 @@
-"""int8 weights with a scale per column: rounding, passes, loading, and the output distribution with int8 models."""
+"""Quantised matrices for GPUs and TPUs: rounding, passes, loading, and the output distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 import convert
 import jspec
 from jspec.bundled import PAIR
-from jspec.models import quantize
+from jspec.models import quantize, quantized_matrix
 from jspec.models.layers import Linear
 from jspec.models.quantize import matrices
 from support import law, live_arrays, oracle, toys
@@ -33,17 +33,18 @@ def _copy(model):
 
 
 def _parts(module):
-    """Return the int8 weight and the scale as NumPy arrays."""
-    assert module.scale is not None
-    return np.asarray(module.weight[...]), np.asarray(module.scale[...])
+    """Return the codes ``[groups, size, out]`` and the scales ``[groups, 1, out]`` as NumPy arrays."""
+    (part,) = module.parts
+    return np.asarray(part.codes[...]).swapaxes(1, 2), np.asarray(part.scales[...])[:, None]
 
 
 def _dequantised(quantised, like):
     """Return a copy of the Llama `like` with the float32 weights that `quantised` represents."""
     twin = _copy(like)
     for name, module in matrices(twin).items():
-        rounded, scale = _parts(matrices(quantised)[name])
-        module.weight.set_value(jnp.asarray(rounded * scale.astype(np.float64), jnp.float32))
+        rounded, scales = _parts(matrices(quantised)[name])
+        weight = rounded.astype(np.float64) * scales
+        module.weight.set_value(jnp.asarray(weight.reshape(module.weight.shape), jnp.float32))
     return twin
 
 
@@ -66,18 +67,44 @@ def test_rounding_matches_float64_oracle(toy, dtype, report):
     worst, compared = 0.0, 0
     for name, module in matrices(quantised).items():
         exact = np.asarray(matrices(model)[name].weight[...], np.float64)
-        rounded, scale = _parts(module)
-        assert (rounded.dtype, scale.dtype, scale.shape) == (np.int8, np.float32, exact.shape[1:])
-        expected = np.abs(exact).max(0) / 127
+        rounded, scale = (part[0] for part in _parts(module))
+        assert (rounded.dtype, scale.dtype, rounded.shape) == (np.int8, np.float32, exact.shape)
+        scale, expected = scale[0], np.abs(exact).max(0) / 127
         usable = expected >= np.finfo(np.float32).tiny
         np.testing.assert_allclose(scale, np.where(usable, expected, 1), rtol=2e-7)
         assert (np.abs(rounded).max(0) == np.where(usable, 127, 0)).all()
         worst = max(worst, (np.abs(exact - rounded * scale.astype(np.float64)) / scale).max())
         compared += exact.size
-    assert _parts(matrices(quantised)["layers.1.mlp.down_proj.weight"])[1][:2].tolist() == [1, 1]
+    assert _parts(matrices(quantised)["layers.1.mlp.down_proj.weight"])[1][0, 0, :2].tolist() == [1, 1]
     report(weights=compared, largest_error_over_scale=f"{worst:.7f}", bound=0.5)
     # Quotients as large as 127 are themselves rounded to float32 before they are rounded to integers.
     assert worst <= 0.5 * (1 + 127 * np.finfo(np.float32).eps)
+
+
+def test_int4_rounding_matches_float64_oracle(report):
+    """Groups have zero, tiny, huge and ordinary scales. Their extremes are positive, negative, or tied."""
+    weight = np.random.default_rng(0).standard_normal((96, 7)).astype(np.float32)
+    weight[:32, 0], weight[32:64, 0], weight[:, 1] = 0, 1e-39, weight[:, 1] * 1e30
+    weight[3, 2], weight[40, 2], weight[5, 3], weight[6, 3] = 9, -9, 6, -6
+    (part,) = _quantized_linear(weight, "int4").parts
+    assert (part.codes.shape, part.scales.shape, part.format) == ((3, 7, 32), (3, 7), "int4")
+    codes, scales = np.asarray(part.codes[...]).astype(np.float64), np.asarray(part.scales[...], np.float64)
+    groups = weight.T.reshape(7, 3, 32).swapaxes(0, 1).astype(np.float64)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
+    usable = np.abs(extreme / 8) >= np.finfo(np.float32).tiny
+    np.testing.assert_allclose(scales, np.where(usable, extreme / -8, 1), rtol=2e-7)
+    expected = np.clip(groups / scales[..., None], -8, 7)
+    error = np.abs(codes - expected)
+    report(largest_error=f"{error.max():.4f} of a step")
+    assert error.max() <= 0.5001 and (codes.min(-1) == np.where(usable, -8, 0)).all()
+    widened = np.asarray(part.widen(), np.float64).reshape(7, 3, 32).swapaxes(0, 1)
+    assert (np.abs(widened - groups) <= 1.01 * np.abs(scales)[..., None]).all()
+
+
+def _quantized_linear(weight, kind):
+    layer = Linear(*weight.shape, False, jnp.dtype(weight.dtype), nnx.Rngs(0))
+    quantize.quantize_matrix(layer, jnp.asarray(weight), kind, None, 24, "weight")
+    return layer
 
 
 def test_other_parameters_are_shared_and_original_unchanged(toy):
@@ -120,12 +147,10 @@ def test_activations_and_cache_keep_the_dtype(toy, dtype, report):
     assert error < 0.05
 
 
-def test_float16_does_not_overflow_before_the_scale():
-    layer = Linear(512, 3, False, jnp.dtype("float16"), nnx.Rngs(0))
-    layer.weight.set_value(jnp.full((512, 3), 0.02, jnp.float16))
-    quantize.pack(layer, layer.weight[...], "weight")
-    y = layer(jnp.full((1, 2, 512), 10, jnp.float16))
-    assert y.dtype == np.float16
+@pytest.mark.parametrize("product", [quantized_matrix._by_groups, quantized_matrix._on_cuda, quantized_matrix._on_cpu])
+def test_float16_does_not_overflow_before_the_scale(product):
+    (part,) = _quantized_linear(np.full((512, 3), 0.02, np.float16), "int8").parts
+    y = product(jnp.full((2, 512), 10, jnp.float16), part.codes[...], part.scales[...])
     np.testing.assert_allclose(np.asarray(y, np.float32), 102.4, rtol=1e-3)
 
 
@@ -203,7 +228,7 @@ def test_int8_loading_needs_quarter_memory_and_no_full_model(tmp_path, monkeypat
     full = sum(leaf.nbytes for leaf in jax.tree.leaves(jspec.load(source, "float32")))
     live = live_arrays.watch(monkeypatch, "stream")
     quantised = jspec.load(source, "float32", quantize="int8", packed=False)
-    assert {module.weight.dtype for module in matrices(quantised).values()} == {jnp.dtype("int8")}
+    assert {module.parts[0].format for module in matrices(quantised).values()} == {"int8"}
     size, largest = sum(leaf.nbytes for leaf in jax.tree.leaves(quantised)), 4 * 2048 * 256
     report(of_float32=f"{size / full:.1%}", peak_above_it=f"{(max(live) - size) / largest:.2f} of the largest array")
     assert 0.25 < size / full < 0.26
@@ -256,6 +281,6 @@ def test_weights_have_tpu_layout_on_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     path = PAIR / "draft"
     model = jspec.load(path, "float32")
-    for one in (model, jspec.load(path, "float32", "int8"), jspec.quantize(model)):
-        matrices = one.embed_tokens, one.layers[0].mlp.down_proj
-        assert [matrix.weight[...].format.layout.major_to_minor for matrix in matrices] == [(1, 0), (0, 1)]
+    matrices = model.embed_tokens, model.layers[0].mlp.down_proj
+    assert [matrix.weight[...].format.layout.major_to_minor for matrix in matrices] == [(1, 0), (0, 1)]
+    jspec.load(path, "float32", "int4")  # has no array of that layout

@@ -28,6 +28,10 @@ def packs_by_default(monkeypatch):
     monkeypatch.setattr(native, "is_default", lambda: True)
 
 
+def _formats(model):
+    return {part.format for module in matrices(model).values() for part in module.parts}
+
+
 def _random_weights():
     """Return ``float32[39, 96]`` with groups of zeros, of equal values, of tiny and huge ones, and with an outlier."""
     weight = np.random.default_rng(0).standard_normal((39, 96)).astype(np.float32) * 0.02
@@ -106,7 +110,7 @@ def test_load_and_quantize_agree(tmp_path, packs_by_default, kind, stored, chang
             np.testing.assert_array_equal(leaf, expected)
     wide = jspec.load(source, "float32", packed=False)
     for name, module in matrices(one).items():
-        (part,) = module.packed
+        (part,) = module.parts
         assert part.format == FORMATS[kind]
         weights_and_padding = -(-part.out_size // 16) * 16 * part.in_size
         assert part.tiles.nbytes * 8 == {"int8": 8.5, "int4": 5}[kind] * weights_and_padding
@@ -134,14 +138,14 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_matrices_that_are_no_larger_stay_as_they_are(file, kind):
     before, model = jspec.load(file, packed=True), jspec.load(file, packed=True, quantize=kind)
-    formats = {name: [part.format for part in module.packed] for name, module in matrices(model).items()}
+    formats = {name: [part.format for part in module.parts] for name, module in matrices(model).items()}
     expected = {"int8": ["Q4_K", "Q6_K", "Q8_0"], "int4": ["Q4_K", "Q4_1", "Q4_1"]}[kind]
     assert formats["layers.0.self_attn.qkv_proj.weight"] == expected
     assert formats["layers.0.self_attn.o_proj.weight"] == {"int8": ["Q8_0"], "int4": ["Q4_1"]}[kind]
     assert formats["layers.0.mlp.down_proj.weight"] == ["Q4_1"]
     assert formats["embed_tokens.weight"] == [FORMATS[kind]]
     for name, module in matrices(model).items():
-        for old, new in zip(matrices(before)[name].packed, module.packed, strict=True):
+        for old, new in zip(matrices(before)[name].parts, module.parts, strict=True):
             if old.format == new.format:
                 np.testing.assert_array_equal(old.tiles[...], new.tiles[...])
             else:
@@ -160,25 +164,25 @@ def test_rounded_activations_are_kept(file, tmp_path, kind):
     source = checkpoints.make(tmp_path / "hf", BFLOAT16, **SIZES)
     for one in (source, file):
         model = jspec.load(one, quantize=kind, activation_bits=8)
-        assert {part.activation_bits for module in matrices(model).values() for part in module.packed} == {8}
+        assert {part.activation_bits for module in matrices(model).values() for part in module.parts} == {8}
     again = jspec.quantize(jspec.load(file, activation_bits=8), kind)
     if native._compiler() is not None:
-        assert {part.activation_bits for module in matrices(again).values() for part in module.packed} == {8}
+        assert {part.activation_bits for module in matrices(again).values() for part in module.parts} == {8}
 
 
 @needs_compiler
-def test_column_int8_becomes_int4(tmp_path, packs_by_default):
+def test_int8_without_packing_becomes_packed_int4(tmp_path, packs_by_default):
     source = checkpoints.make(tmp_path / "hf", **SIZES)
     columns = jspec.load(source, quantize="int8", packed=False)
-    assert columns.embed_tokens.scale is not None and jspec.quantize(columns, "int8").embed_tokens.packed is None
+    assert _formats(jspec.quantize(columns, "int8")) == _formats(columns) == {"int8"}
     model = jspec.quantize(columns, "int4")
-    assert model.quantized == "int4" and columns.embed_tokens.packed is None
+    assert model.quantized == "int4" and _formats(model) == {"Q4_1"}
     for name, module in matrices(model).items():
         old = matrices(columns)[name]
-        assert module.scale is None and [part.format for part in module.packed] == ["Q4_1"]
-        wide = np.asarray(old.weight[...]) * np.asarray(old.scale[...])
-        steps = (wide.T.reshape(wide.shape[1], -1, 32).max(-1) - wide.T.reshape(wide.shape[1], -1, 32).min(-1)) / 15
-        error = np.abs(module.packed[0].widen() - wide.T).reshape(wide.shape[1], -1, 32).max(-1)
+        wide = np.asarray(old.parts[0].widen())
+        groups = wide.reshape(len(wide), -1, 32)
+        steps = (groups.max(-1) - groups.min(-1)) / 15
+        error = np.abs(module.parts[0].widen() - wide).reshape(groups.shape).max(-1)
         assert (error <= 0.51 * steps + 1e-4).all()
 
 
@@ -235,31 +239,30 @@ def test_non_finite_weight_is_rejected(tmp_path, value, kind):
         jspec.load(tmp_path, "float32", quantize=kind, packed=True)
 
 
-def test_int4_needs_packed_weights(tmp_path, monkeypatch, file):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_are_packed_only_by_default_or_on_request(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(native, "is_default", lambda: False)
     source = checkpoints.make(tmp_path / "hf", **SIZES)
-    message = r'^quantize="int4" needs packed weights, .*; pass packed=True to jspec.load .*use quantize="int8"\.$'
-    for options in ({}, {"packed": False}, {"dtype": "bfloat16"}, {"sharding": lambda name, shape: None}):
-        with pytest.raises(ValueError, match=message):
-            jspec.load(source, quantize="int4", **options)
-    with pytest.raises(ValueError, match=message):
-        jspec.quantize(jspec.load(source), "int4")
-    assert jspec.load(source, quantize="int8").embed_tokens.scale is not None
-    assert jspec.load(source, quantize="int4", packed=True).embed_tokens.packed is not None
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for options in ({}, {"packed": False}, {"dtype": "bfloat16"}, {"sharding": sharding}):
+        assert _formats(jspec.load(source, quantize=kind, **options)) == {kind}
+    assert _formats(jspec.quantize(jspec.load(source), kind)) == {kind}
+    assert _formats(jspec.load(source, quantize=kind, packed=True)) == {FORMATS[kind]}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_sizes_that_are_not_whole_groups(tmp_path, packs_by_default, kind):
     source = checkpoints.make(tmp_path / "hf")  # intermediate_size is 48
-    message = r"^layers\.0\.mlp\.down_proj\.weight has 48 inputs, but packed int. weights need a multiple of 32; use "
-    with pytest.raises(ValueError, match=message):
+    message = r"^layers\.0\.mlp\.down_proj\.weight has 48 inputs, but {}int. weights need a multiple of 32; use "
+    with pytest.raises(ValueError, match=message.format("packed ")):
         jspec.load(source, quantize=kind, packed=True)
-    if kind == "int8":
-        assert jspec.load(source, quantize=kind).embed_tokens.scale is not None
-        assert jspec.quantize(jspec.load(source), kind).embed_tokens.scale is not None
-    elif native._compiler() is not None:
-        with pytest.raises(ValueError, match=message):
-            jspec.quantize(jspec.load(source), kind)
+    ways = (lambda: jspec.load(source, quantize=kind), lambda: jspec.quantize(jspec.load(source, packed=False), kind))
+    for way in ways:
+        if kind == "int8":
+            assert _formats(way()) == {"int8"}
+        else:
+            with pytest.raises(ValueError, match=message.format("")):
+                way()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -271,10 +274,10 @@ def test_quantised_models_are_neither_saved_nor_trained(tmp_path, kind):
         jspec.train_drafter(model, np.zeros((4, 16), np.int32), "model", folder=tmp_path / "run")
 
 
-def test_plan_counts_packed_int8_as_int8():
+def test_plan_counts_packed_models_as_quantised():
     target, draft = (jspec.load(PAIR / name) for name in ("target", "draft"))
     packed_draft = jspec.load(PAIR / "draft", quantize="int8", packed=True)
     expected = jspec.plan(target, draft, device="h100")
     assert jspec.plan(target, packed_draft, device="h100").draft == expected.int8
     int4 = jspec.load(PAIR / "draft", quantize="int4", packed=True)
-    assert jspec.plan(target, int4, device="h100").draft == expected.draft
+    assert jspec.plan(target, int4, device="h100") == jspec.plan(target, draft, device="h100", quantize="int4")

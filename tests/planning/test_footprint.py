@@ -9,11 +9,12 @@ from flax import nnx
 
 import jspec
 from bench import abstract
-from bench.pairs import SHAPES, llama, weight_bytes
+from bench.pairs import SHAPES, llama, nbytes, weight_bytes
 from jspec.core.sampling import SamplingParams
 from jspec.decoding.program import start
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.standalone.model import as_drafter
+from jspec.models.kernels.cpu import native
 from jspec.planning import memory as footprint
 from jspec.planning.memory import Weights, slots_of
 from support import toys
@@ -23,18 +24,17 @@ BIG, SMALL = SHAPES["llama-3.2-3b"], SHAPES["llama-3.2-1b"]
 UNTIED = SHAPES["llama-3.1-8b"]
 TINY = llama(vocab=64, hidden=64, inner=64, layers=2, heads=4, groups=1, size=16)
 
-
-def nbytes(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+GROUPED = {"hidden_size": 32, "intermediate_size": 192, "head_dim": 32}  # int4 has groups of 32 and 64
 
 
 @pytest.mark.parametrize(
     "details", [{}, {"qkv_bias": True, "qk_norm": True}, {"vocab_size": 24}], ids=["llama", "qwen", "wide"]
 )
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
-def test_weight_and_cache_sizes_match_model(details, quantized):
-    model = toys.tiny_llama(0, **details)
-    model = jspec.quantize(model) if quantized else model
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
+def test_weight_and_cache_sizes_match_model(monkeypatch, details, quantized):
+    monkeypatch.setattr(native, "is_default", lambda: False)
+    model = toys.tiny_llama(0, **GROUPED, **details)
+    model = jspec.quantize(model, quantized) if quantized else model
     weights = Weights(model.config, 4, quantized)
     assert weights.bytes == nbytes(nnx.state(model))
     assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is a separate matrix
@@ -42,14 +42,20 @@ def test_weight_and_cache_sizes_match_model(details, quantized):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
-def test_reduced_vocabulary_counts_as_separate_head(tied, quantized):
-    model = toys.tiny_llama(0, tie_word_embeddings=tied)
-    model = jspec.ModelDrafter.with_vocabulary(jspec.quantize(model) if quantized else model, [1, 5, 3]).model
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
+def test_reduced_vocabulary_counts_as_separate_head(monkeypatch, tied, quantized):
+    monkeypatch.setattr(native, "is_default", lambda: False)
+    model = toys.tiny_llama(0, tie_word_embeddings=tied, **GROUPED)
+    model = jspec.ModelDrafter.with_vocabulary(
+        jspec.quantize(model, quantized) if quantized else model, [1, 5, 3]
+    ).model
     weights = Weights(model.config, 4, quantized, 3)
     assert weights.bytes == nbytes(nnx.state(model))
     assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens)) == weight_bytes(model)
-    plan, halves = jspec.plan(toys.tiny_llama(0), model, device="h100"), dataclasses.replace(weights, itemsize=2)
+    plan, halves = (
+        jspec.plan(toys.tiny_llama(0, **GROUPED), model, device="h100"),
+        dataclasses.replace(weights, itemsize=2),
+    )
     assert plan.draft.footprint.weights - plan.plain_footprint.weights == halves.bytes
 
 

@@ -60,7 +60,7 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
     Every pass and every kernel is counted.
     """
 
-    def one_pass(config: LlamaConfig, int8, rows, k):
+    def one_pass(config: LlamaConfig, kind, rows, k):
         hidden, inner = config.hidden_size, config.intermediate_size
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         matrices = [(config.vocab_size, hidden)]
@@ -74,24 +74,41 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
         numbers = sum(out * into for out, into in matrices)
         norms = hidden * (2 * config.num_hidden_layers + 1)
         slots = 8 * int(np.ceil((length + k + 1) / 8))
-        read = numbers + 4 * sum(out for out, _ in matrices) if int8 else 2 * numbers
+        read = {
+            None: 2 * numbers,
+            "int8": numbers + 4 * sum(out for out, _ in matrices),
+            "int4": numbers // 2 + 4 * sum(out * (into // 128) for out, into in matrices),
+        }[kind]
         read += 2 * norms + 2 * 2 * batch * slots * config.num_hidden_layers * groups * size
-        kernels = 18 + 4 * int8 if device.dtype == "float16" else 10 + 2 * int8
+        more = {"int8": (2, 0), "int4": (3, 6)}.get(kind, (0, 0))
+        if kind and device.platform == "cuda":
+            at_once, half = batch * rows, device.dtype == "float16"
+            for out, into in matrices:
+                groups = 1 if kind == "int8" else into // 128
+                sums = 8 * (at_once if half else max(at_once, 2)) * groups * out if groups > 1 else 0
+                stored = (out * into if kind == "int8" else out * into // 2) + 4 * groups * out
+                if half and at_once <= 32:
+                    read += (int(np.ceil(at_once / 8)) - 1) * stored + sums
+                elif half or (groups > 1 and at_once >= 64):
+                    read += 2 * 2 * out * into
+                else:
+                    read += sums
+        kernels = 18 + more[1] if device.dtype == "float16" else 10 + more[0]
         launches = kernels * config.num_hidden_layers + 14
         work = max(read / device.bandwidth, 2 * (numbers + norms) * batch * rows / device.flops)
         return work + launches * device.launch
 
-    plain = one_pass(target, False, 1, 0) + 26 * device.launch
+    plain = one_pass(target, None, 1, 0) + 26 * device.launch
     rounds, tokens = [], []
     for k in range(1, 17):
         passes = [one_pass(draft, quantized, 2, k), *(one_pass(draft, quantized, 1, k) for _ in range(k - 1))]
-        rounds.append(sum(passes) + one_pass(target, False, k + 1, k) + 26 * device.launch)
+        rounds.append(sum(passes) + one_pass(target, None, k + 1, k) + 26 * device.launch)
         stops = [acceptance**n * (1 - acceptance) * (n + 1) for n in range(k)]
         tokens.append(sum(stops) + acceptance**k * (k + 1))
     return plain, rounds, tokens
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
 @pytest.mark.parametrize(
     ("name", "batch", "length", "acceptance"),
     [("h100", 1, 4096, 0.8), ("t4", 3, 700, 0.35), ("v5e", 1, 33, 1.0), ("l4", 64, 512, 0.9), ("a100", 200, 90, 0.6)],
@@ -99,7 +116,7 @@ def oracle(target, draft, device, batch, length, acceptance, quantized):
 def test_predicted_seconds_match_explicit_count(name, batch, length, acceptance, quantized):
     """Predicted seconds equal the counted ones for memory-bound and compute-bound shapes."""
     device = devices.DEVICES[name]
-    options = {"batch": batch, "length": length, "acceptance": acceptance, "quantize": "int8" if quantized else None}
+    options = {"batch": batch, "length": length, "acceptance": acceptance, "quantize": quantized}
     found = jspec.plan(BIG, SMALL, device=name, **options)
     plain, rounds, tokens = oracle(BIG, SMALL, device, batch, length, acceptance, quantized)
     assert found.plain_seconds == pytest.approx(plain, rel=1e-12)
@@ -108,7 +125,7 @@ def test_predicted_seconds_match_explicit_count(name, batch, length, acceptance,
     speeds = [1.0, *(n * plain / s for n, s in zip(tokens, rounds, strict=True))]
     assert found.draft.best == found.draft.num_draft_tokens == int(np.argmax(speeds))
     assert found.draft.speedup == pytest.approx(max(speeds))
-    assert (found.int8 == found.draft) == quantized
+    assert (found.int8 == found.draft) == (quantized == "int8")
 
 
 def test_plan_matches_published_bounds():
@@ -242,6 +259,9 @@ def test_plan_reads_only_configs(tmp_path, monkeypatch):
     assert jspec.plan(*folders, device="h100") == jspec.plan(*map(str, folders), device="h100") == expected
     assert expected.length == target.config.max_position_embeddings  # not 4096
     assert jspec.plan(target, jspec.quantize(draft), device="h100").draft == expected.int8
+    int4 = jspec.plan(*folders, device="h100", quantize="int4").draft
+    assert jspec.plan(target, jspec.quantize(draft, "int4"), device="h100").draft == int4
+    assert int4.footprint.weights < expected.int8.footprint.weights
     json.dumps(dataclasses.asdict(expected), allow_nan=False)
 
 
@@ -264,7 +284,7 @@ GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
         ("num_draft_tokens", 2.0, "whole number from 1 to 16; got 2.0"),
         ("num_draft_tokens", 0, r"num_draft_tokens must be a whole number from 1 to 16; got 0"),
         ("num_draft_tokens", 17, "whole number from 1 to 16; got 17"),
-        ("quantize", "int4", "quantize='int4' is not supported"),
+        ("quantize", "int3", "quantize='int3' is not supported"),
         (
             "draft",
             dataclasses.replace(SMALL, vocab_size=32000),

@@ -19,9 +19,10 @@ RULE_OBJECTS = (
     jspec.Typical(0.3, 0.6),
 )
 LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
+QUANTIZED = {("tree", "model"): "int8", ("search", "model"): "int4"}
 # Branching drafters, each with one or two rules.
 TREES = [
-    (f"{kind} of {name}", RULES[rule], 2, name == "model", (1, 8)[i % 2])
+    (f"{kind} of {name}", RULES[rule], 2, QUANTIZED.get((kind, name)), (1, 8)[i % 2])
     for i, (kind, name, rule) in enumerate(
         (
             ("tree", "model", "rejection"),
@@ -34,13 +35,13 @@ TREES = [
         )
     )
 ] + [
-    ("lookup tree", RULES["rejection"], 2, False, 8),
-    ("recycling", RULES["traversal"], 2, False, 1),
-    ("lookahead", RULES["rejection"], 2, False, 8),
-    ("several", RULES["coupled"], 2, True, 8),
-    ("vectors", RULES["traversal"], 2, False, 1),
+    ("lookup tree", RULES["rejection"], 2, None, 8),
+    ("recycling", RULES["traversal"], 2, None, 1),
+    ("lookahead", RULES["rejection"], 2, None, 8),
+    ("several", RULES["coupled"], 2, "int4", 8),
+    ("vectors", RULES["traversal"], 2, None, 1),
 ]
-CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (False, True), (1, 8))
+CHOICES = (drafters.NAMES, RULE_OBJECTS, LENGTHS, (None, "int8", "int4"), (1, 8))
 
 
 def every():
@@ -64,16 +65,16 @@ def _pairs(one):
 
 def name(one):
     """Return the id of a test."""
-    drafter, rule, length, int8, batch = one
+    drafter, rule, length, quantized, batch = one
     names = (drafter, type(rule).__name__, length if isinstance(length, int) else type(length).__name__)
-    return ", ".join(map(str, names)) + f"{', int8' if int8 else ''}, batch {batch}"
+    return ", ".join(map(str, names)) + f"{f', {quantized}' if quantized else ''}, batch {batch}"
 
 
 def program(one, dtype="bfloat16", **sizes):
     """Return the target, drafter and `Setting` of a toy program; the models consist of shapes only."""
-    drafter, rule, length, int8, batch = one
+    drafter, rule, length, quantized, batch = one
     config = dataclasses.replace(TOY, num_hidden_layers=2, **sizes)
-    target, draft = abstract.model(config, dtype), abstract.model(config, dtype, int8)
+    target, draft = abstract.model(config, dtype), abstract.model(config, dtype, quantized)
     sampling = drafters.every_parameter(batch, config.vocab_size)["sampling"]
     kind, of, branching = drafter.partition(" of ")
     base = branching if kind in ("tree", "search") and of else drafter

@@ -168,14 +168,15 @@ def with_few_tokens(kind):
     return divided and bool(one.stats.accepted.sum()) and np.array_equal(one.tokens, other.tokens)
 
 
-def loaded(kind):
+def loaded(kind, bits="int8"):
     """Return how a quantized draft's weights are divided, and check that they equal those of one device."""
-    model = jspec.load(PAIR / "draft", quantize="int8", sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
-    expected = nnx.to_flat_state(nnx.state(jspec.load(PAIR / "draft", quantize="int8", packed=False)))
+    model = jspec.load(PAIR / "draft", quantize=bits, sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
+    expected = nnx.to_flat_state(nnx.state(jspec.load(PAIR / "draft", quantize=bits, packed=False)))
     found = dict(nnx.to_flat_state(nnx.state(model)))
     assert all(np.array_equal(found[path][...], leaf[...]) for path, leaf in expected)
-    parts = ((path[-2:], leaf[...].shape, leaf[...].addressable_shards[0].data.shape) for path, leaf in found.items())
-    return {".".join(name): tuple(np.floor_divide(whole, part).tolist()) for name, whole, part in parts}
+    names = {path: f"{path[-4 if 'parts' in path else -2]}.{path[-1]}" for path in found}
+    shapes = ((path, leaf[...].shape, leaf[...].addressable_shards[0].data.shape) for path, leaf in found.items())
+    return {names[path]: tuple(np.floor_divide(whole, part).tolist()) for path, whole, part in shapes}
 
 
 def refused(sharding):
@@ -267,6 +268,8 @@ QUICK = {
     "traced: keys alone": keys_alone,
     "loaded: explicit": functools.partial(loaded, EXPLICIT),
     "loaded: automatic": functools.partial(loaded, AUTO),
+    "loaded: explicit, int4": functools.partial(loaded, EXPLICIT, "int4"),
+    "loaded: automatic, int4": functools.partial(loaded, AUTO, "int4"),
     "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
     "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
     "head: few tokens, explicit": functools.partial(with_few_tokens, EXPLICIT),
