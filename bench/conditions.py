@@ -58,7 +58,7 @@ def conditions() -> dict[str, object]:
         **{package: _version(package) for package in PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": os.environ.get("BENCH_COMMIT") or _commit(),
-        "command": "python -m bench " + " ".join(sys.argv[1:]),
+        "command": "python -m bench " + " ".join(sys.argv[1:]).replace(str(Path.home()), "~"),
         "date": datetime.date.today().isoformat(),
     }
 
