@@ -54,9 +54,11 @@ def model(config: LlamaConfig, dtype: Any, quantized: str | None = None) -> jspe
     def make() -> jspec.Llama:
         made = jspec.Llama(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
         made.quantized = quantized
-        for module in matrices(made).values() if quantized else ():
+        if quantized is None:
+            return made
+        for module in matrices(made).values():
             inputs, outputs = module.weight.shape
-            size = inputs if quantized == "int8" else group_size(inputs)
+            size = group_size(inputs, quantized)
             shape = inputs // size, outputs, size
             set_parts(module, [QuantizedMatrix(jnp.zeros(shape, quantized), jnp.zeros(shape[:2], jnp.float32))])
         return made

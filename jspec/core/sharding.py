@@ -119,11 +119,10 @@ def _input_and_output_axes(leaf: str, shape: tuple[int, ...]) -> tuple[int | Non
     `jspec.models.quantized_matrix` describes `codes` and `scales`. Several groups are divided among devices. The inputs
     of a single group are divided, too, but every device holds all its scales.
     """
-    groups = 0 if shape[0] > 1 else None
     if leaf == "codes":
-        return (2 if groups is None else groups), 1
+        return (0 if shape[0] > 1 else 2), 1
     if leaf == "scales":
-        return groups, 1
+        return (0 if shape[0] > 1 else None), 1
     return (0 if len(shape) > 1 else None), len(shape) - 1
 
 

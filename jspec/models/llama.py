@@ -208,6 +208,11 @@ def matrices(model: Llama) -> dict[str, Linear | Embed]:
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
+def all_parts(model: Llama) -> list[MatrixPart]:
+    """Return the parts of all packed and quantised matrices."""
+    return [part for module in matrices(model).values() for part in module.parts or ()]
+
+
 def set_parts(module: Linear | Embed, parts: Sequence[MatrixPart]) -> None:
     """Replace the matrix of `module` with `parts`, which hold consecutive outputs."""
     if module.parts is None:

@@ -22,7 +22,7 @@ from jspec.core.sharding import Placement, check_placement, place
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
-from jspec.models.llama import Llama, matrices, set_parts, widened
+from jspec.models.llama import Llama, all_parts, matrices, set_parts, widened
 from jspec.models.matrix_parts import widen
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix
@@ -110,8 +110,7 @@ def _is_packed(packed: bool | None, dtype: jnp.dtype, sharding: Placement | None
 
 
 def _rounds_activations(model: Llama) -> bool:
-    parts = [part for module in matrices(model).values() for part in module.parts or ()]
-    return any(isinstance(part, PackedMatrix) and part.activation_bits < 24 for part in parts)
+    return any(isinstance(part, PackedMatrix) and part.activation_bits < 24 for part in all_parts(model))
 
 
 def default_dtype() -> DTypeLike:

@@ -24,7 +24,7 @@ from jspec.models.groups import GROUP, quantized_matrix, quantized_part
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.layers import Embed, Linear, copy_tree
-from jspec.models.llama import Llama, matrices, set_parts
+from jspec.models.llama import Llama, all_parts, matrices, set_parts
 from jspec.models.matrix_parts import MatrixPart, widen
 from jspec.models.packed import PackedMatrix
 from jspec.models.quantized_matrix import QuantizedMatrix, group_size
@@ -43,13 +43,13 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     Otherwise, and for int8 if a number of inputs is not a multiple of 32, "int8" has a float32 scale per output:
     ``W ~ scale W8`` with ``scale[o] = max |W[:, o]| / 127``. "int4" has a float32 scale per output and group of inputs:
     ``scale = w / -8``, where w is the group's weight of largest absolute value, as in ggml's Q4_0. Groups have 128
-    inputs, or 64 or 32 if 128 does not divide the number of inputs. "int4" then takes 4.25 to 5 bits per weight.
-    On GPUs and TPUs, a pass over a few rows reads only these bytes.
+    inputs, or 64 or 32 if 128 does not divide the number of inputs. "int4" then takes 4.25 to 5 bits per weight. On
+    GPUs and TPUs, a pass over a few rows reads only these bytes.
 
     Each weight changes by at most half a step of its scale, apart from the rounding of scales to float16. The exception
     is int4 without minimums: its largest code is 7, so weights between 7.5 and 8 steps change by up to one step. The
-    copy shares with `model` its norms, biases and all matrices that stay as they are. `jspec.load`
-    quantises a checkpoint in the same way, one array at a time.
+    copy shares with `model` its norms, biases and all matrices that stay as they are. `jspec.load` quantises a
+    checkpoint in the same way, one array at a time.
 
     Args:
         model: any Llama.
@@ -60,14 +60,13 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
             group would span two devices; or a weight is not finite.
     """
     check_kind(kind)
-    parts = [part for module in matrices(model).values() for part in module.parts or ()]
-    packed = [part for part in parts if isinstance(part, PackedMatrix)]
+    packed = [part for part in all_parts(model) if isinstance(part, PackedMatrix)]
     bits = min((part.activation_bits for part in packed), default=24)
     format = packed_format(kind, model.config, None, bool(packed) or _can_be_packed(model), bits)
     model = copy_tree(model)
     for name, module in matrices(model).items():
         quantize_matrix(module, _source(module), kind, format, bits, name)
-    formats = {part.format for module in matrices(model).values() for part in module.parts or ()}
+    formats = {part.format for part in all_parts(model)}
     model.quantized = "int4" if formats <= {"int4", _FORMATS["int4"]} else kind
     lay_out(model)
     return model
@@ -161,7 +160,7 @@ def _checked_group_size(weight: Array, name: str) -> int:
     Raises:
         ValueError: a group would span two devices.
     """
-    size = group_size(weight.shape[0])
+    size = group_size(weight.shape[0], "int4")
     on_device = weight.sharding.shard_shape(weight.shape)[0]
     if on_device % size:
         raise ValueError(

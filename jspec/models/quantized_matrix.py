@@ -22,9 +22,13 @@ MAX_REDUCTION_ROWS = 32  # with more rows, float16 uses matrix products on GPUs
 ROWS_AT_ONCE = 8  # rows that a reduction multiplies while it reads the codes once
 
 
-def group_size(inputs: int) -> int:
-    """Return the number of inputs per int4 group: the largest of 128, 64 and 32 that divides `inputs`, or `inputs`."""
-    return next((size for size in _GROUP_SIZES if inputs % size == 0), inputs)
+def group_size(inputs: int, kind: str) -> int:
+    """Return the number of inputs per group. int8 has one group.
+
+    For int4, it is the largest of 128, 64 and 32 that divides `inputs`, or `inputs`.
+    """
+    sizes = _GROUP_SIZES if kind == "int4" else ()
+    return next((size for size in sizes if inputs % size == 0), inputs)
 
 
 class QuantizedMatrix(nnx.Module):

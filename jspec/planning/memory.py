@@ -61,11 +61,11 @@ class Weights:
         """
         if self.quantized is None:
             return 0
-        return sum(self._product_bytes(shape, rows, dtype) for shape in self._read() if len(shape) == 2)
+        shapes = (shape for shape in self._read() if len(shape) == 2)
+        return sum(self._product_bytes(shape, group_size(shape[1], self.quantized), rows, dtype) for shape in shapes)
 
-    def _product_bytes(self, shape: tuple[int, ...], rows: int, dtype: str) -> int:
+    def _product_bytes(self, shape: tuple[int, ...], size: int, rows: int, dtype: str) -> int:
         outputs, inputs = shape
-        size = inputs if self.quantized == "int8" else group_size(inputs)
         sums = 2 * _FLOAT32 * rows * outputs * (inputs // size) if size < inputs else 0  # written and read
         widened = 2 * self.itemsize * outputs * inputs
         if dtype == "float16":
@@ -90,7 +90,7 @@ class Weights:
         if self.quantized is None or len(shape) != 2:
             return math.prod(shape) * self.itemsize
         outputs, inputs = shape
-        groups = 1 if self.quantized == "int8" else inputs // group_size(inputs)
+        groups = inputs // group_size(inputs, self.quantized)
         return outputs * inputs * _BITS[self.quantized] // 8 + groups * outputs * _FLOAT32
 
     def _read(self) -> list[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jspec.core.types import PyTree
 from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
-from jspec.models.llama import Llama, widened
+from jspec.models.llama import Llama, all_parts, widened
 from jspec.models.packed import PackedMatrix
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import digest, write_arrays, write_text
@@ -75,7 +75,7 @@ def fingerprint(model: PyTree) -> str:
 
     The hash is the same on all devices, regardless of how the weights are sharded or packed.
     """
-    if isinstance(model, Llama) and any(isinstance(part, PackedMatrix) for part in model.embed_tokens.parts or ()):
+    if isinstance(model, Llama) and any(isinstance(part, PackedMatrix) for part in all_parts(model)):
         model = widened(model)
     leaves = [leaf.astype(jnp.int8) if leaf.dtype == jnp.int4 else leaf for leaf in jax.tree.leaves(model)]
     known = [

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import jspec
 from bench import (
     acceptance,
-    conditions,
     drafters,
     gap,
     latency,
@@ -326,16 +325,6 @@ def test_report_contains_conditions_and_small_picture(tmp_path, capsys):
     assert "a title" in capsys.readouterr().out
     picture = file.with_suffix(".png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) < 60_000
-
-
-def test_conditions_do_not_name_the_home_folder(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["bench", "latency", "--target", str(conditions.Path.home() / "models" / "a.gguf")])
-    assert conditions.conditions()["command"] == "python -m bench latency --target ~/models/a.gguf"
-
-
-def test_conditions_report_installed_versions():
-    assert conditions.conditions()["numpy"] == np.__version__
-    assert conditions._version("no-such-package") is None
 
 
 def test_missing_matplotlib_fails_before_measuring(monkeypatch):
