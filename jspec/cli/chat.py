@@ -21,7 +21,7 @@ from jspec.cli.common import (
     wrong_options,
 )
 from jspec.cli.engine_args import compile_all, engine_of
-from jspec.cli.model_args import Precision, sources
+from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
     from jspec.core.sampling import SamplingParams
@@ -53,6 +53,7 @@ def chat(
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    draft_quantize: o.DraftQuantize = None,
     activation_bits: o.ActivationBits = "24",
     system: Annotated[str | None, option("--system", "TEXT", "System message, placed first.")] = None,
     template: o.Template = None,
@@ -90,13 +91,13 @@ def chat(
         check_text(system, "--system")
     variables = template_variables(template or [])
     where = sources(_target(target), draft, plain, tokenizer_source)
+    precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     with status_line() as set_status:
         from jspec.generation.complete import engine_draft_length
 
         draft_length: _LengthOf = engine_draft_length if num_draft_tokens is None else lambda _: num_draft_tokens
-        precision = Precision(dtype, quantize, int(activation_bits))
         engine, tokenizer = engine_of(where, set_status, precision, draft_length, max_length, slots=1)
         if tokenizer.chat_template is None and (system is not None or variables):
             name = "--template" if system is None else "--system"

@@ -16,7 +16,7 @@ from jspec.cli.common import (
     timed,
     wrong_options,
 )
-from jspec.cli.model_args import Precision, Sources, sources
+from jspec.cli.model_args import Sources, sources
 from jspec.cli.printing import choice_of_auto, print_json, print_text
 from jspec.cli.read_prompts import gather
 
@@ -64,6 +64,7 @@ def generate(
     plain: o.Plain = False,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    draft_quantize: o.DraftQuantize = None,
     activation_bits: o.ActivationBits = "24",
     template: o.Template = None,
     temperature: o.Temperature = None,
@@ -89,6 +90,7 @@ def generate(
     """
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
     where = sources(target, draft, plain, tokenizer_source)
+    precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
     _check(top_p, show, as_json)
     drafting = _drafting(where, num_draft_tokens, tree, accept, show)
     inputs = gather(prompts, file, chat, system, may_be_empty=target is not None)
@@ -105,7 +107,7 @@ def generate(
             tokenizer = where.tokenizer()
             with wrong_options():
                 task = completion.prepare(tokenizer, inputs, stop, variables)
-            models = where.load(Precision(dtype, quantize, int(activation_bits)))
+            models = where.load(precision)
         if tree:
             models = models[0], jspec.TreeDrafter(cast("DraftSource", models[1]), jspec.Tree(tree))
         elif where.drafts:

@@ -32,11 +32,12 @@ _TREES = "pass", "several"  # head kinds that are trained for one tree
 
 
 class Precision(NamedTuple):
-    """The precision of target and draft. See `jspec.load`."""
+    """The precision of target and draft. See `jspec.load`. `draft_quantize` applies to draft models."""
 
     dtype: str | None = None
     quantize: str | None = None
     activation_bits: int = 24
+    draft_quantize: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,21 @@ class Sources:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
+    def precision(
+        self, dtype: str | None, quantize: str | None, draft_quantize: str | None, activation_bits: str
+    ) -> Precision:
+        """Return the precision that the options select.
+
+        Raises:
+            UsageError: the draft is not a model, so that it cannot be quantised.
+        """
+        if draft_quantize is not None and (not is_model(self.draft) or head_kind(self.draft)):
+            raise UsageError(
+                f"--draft-quantize needs a draft that is a model, or lookup+SRC with a model; {self.draft} has no "
+                "weights to quantise. Leave it out."
+            )
+        return Precision(dtype, quantize, int(activation_bits), draft_quantize or quantize)
+
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
         """Return the target and its drafter, if any. `precision` applies to both, but only `dtype` applies to heads."""
         from jspec import load
@@ -101,12 +117,12 @@ class Sources:
         drafter = without_model(self.draft)  # quick checks come first
         if _EXIT.fullmatch(self.draft):
             self._check_layers()
-        dtype, quantize, bits = precision
+        dtype, quantize, bits, draft_quantize = precision
         target = load(self.target, dtype, quantize, activation_bits=bits)
         if kind := head_kind(self.draft):
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
-            drafter = load(self.draft, dtype, quantize, activation_bits=bits)
+            drafter = load(self.draft, dtype, draft_quantize, activation_bits=bits)
         return target, with_lookup_first(cast("DraftSource", drafter)) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:

@@ -107,6 +107,16 @@ Quantize = Annotated[
     str | None,
     choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8", "int4"),
 ]
+DraftQuantize = Annotated[
+    str | None,
+    choice(
+        "--draft-quantize",
+        "Quantise only the weights of the draft model, which does not change the output's distribution "
+        "[default: --quantize].",
+        "int8",
+        "int4",
+    ),
+]
 # Without a value, these options use the model's own default from its generation_config.json.
 _OWN_OR_0, _OWN_OR_1 = "the model's own, else 0", "the model's own, else 1"
 Temperature = Annotated[float | None, option("--temperature", "X", "0 is greedy.", min=0, show_default=_OWN_OR_1)]

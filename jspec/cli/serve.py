@@ -10,7 +10,7 @@ import typer
 from jspec.cli import options as o
 from jspec.cli.common import UsageError, option, status_line, wrong_options
 from jspec.cli.engine_args import compile_all, engine_of
-from jspec.cli.model_args import Precision, sources
+from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
     from jspec.core.tokenizer import Tokenizer
@@ -85,6 +85,7 @@ def serve(
     ] = None,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
+    draft_quantize: o.DraftQuantize = None,
     activation_bits: o.ActivationBits = "24",
     accept: Annotated[
         str, o.choice("--accept", "Acceptance rule for requests without a seed.", "rejection", "block", "coupled")
@@ -118,7 +119,7 @@ def serve(
     where = sources(target, draft, plain, tokenizer_source)
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
-    precision = Precision(dtype, quantize, int(activation_bits))
+    precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
     engine_options = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
     with _listener(host, port) as listener:
         with status_line() as set_status:

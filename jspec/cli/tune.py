@@ -14,7 +14,7 @@ from jspec.cli.common import (
     status_line,
     wrong_options,
 )
-from jspec.cli.model_args import EXIT, Precision, exit_name, sources
+from jspec.cli.model_args import EXIT, exit_name, sources
 
 if TYPE_CHECKING:
     from jspec.drafters import EarlyExitDrafter
@@ -53,6 +53,8 @@ def tune(
     max_nodes: Annotated[
         int, option("--max-nodes", "N", "Nodes of the largest tree to consider; 0 for chains only.", min=0)
     ] = 16,
+    quantize: o.Quantize = None,
+    draft_quantize: o.DraftQuantize = None,
     activation_bits: o.ActivationBits = "24",
     as_json: Annotated[bool, option("--json", None, "Print one JSON object.")] = False,
 ) -> None:
@@ -69,7 +71,7 @@ def tune(
             "datastore, lookup, exit:N or exit."
         )
     where = sources(target, draft, may_search=True, tokenizer_source=tokenizer_source)
-    precision = Precision(activation_bits=int(activation_bits))
+    precision = where.precision(None, quantize, draft_quantize, activation_bits)
     if where.has_tree:
         raise UsageError(f"{where.draft} drafts a tree of its own, so there is nothing to tune.")
     check_texts(prompts or [], "--prompt", may_be_empty=target is not None)

@@ -90,6 +90,7 @@ def test_version_and_help(run):
             "--accept",
             "--dtype",
             "--quantize",
+            "--draft-quantize",
             "--activation-bits",
             "--tree",
             "--show",
@@ -169,6 +170,20 @@ def test_every_option_reaches_decoding(monkeypatch, sources):
     for model in models:
         kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model))}
         assert kinds == {"int8", "bfloat16", "float32"}, kinds
+
+
+def test_draft_is_quantised_separately(monkeypatch, sources):
+    """With only `--draft-quantize`, the target stays as it is. It takes precedence over `--quantize`."""
+    kinds = []
+    monkeypatch.setattr(
+        cli.generate, "_decode", lambda _, models, *__: kinds.append(tuple(m.quantized for m in models)) or 1 / 0
+    )
+    command = ["generate", "a", "--target", str(sources[0]), "--draft", str(sources[1])]
+    for options in ("--draft-quantize int8", "--quantize int8"):
+        with pytest.raises(ZeroDivisionError):
+            cli.main([*command, *options.split()])
+    assert kinds == [(None, "int8"), ("int8", "int8")]
+    assert Sources("target", "model").precision(None, "int8", "int4", "24") == (None, "int8", 24, "int4")
 
 
 def test_tree_option_drafts_tree(generate):

@@ -22,6 +22,8 @@ MISTAKES = {
     "unknown rule": (["x", "--accept", "lossy"], 2, "'lossy' is not one of rejection, block, coupled"),
     "unknown dtype": (["x", "--dtype", "int4"], 2, "'int4' is not one of float32"),
     "unknown rounding": (["x", "--quantize", "int3"], 2, "'int3' is not one of int8, int4"),
+    "quantised lookup": (["x", "--draft", "lookup", "--draft-quantize", "int4"], 2, "lookup has no weights"),
+    "quantised exit": (["x", "--draft", "exit:3", "--draft-quantize", "int4"], 2, "exit:3 has no weights"),
     "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is not an exit; write exit:N"),
     "no exit to be found": (
         ["x", "--target", "TARGET", "--draft", "exit"],
