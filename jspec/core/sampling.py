@@ -19,7 +19,6 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jspec.core.probs import at_tokens
 from jspec.core.row_ops import prefix_mask, tally
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree, pytree
@@ -232,20 +231,6 @@ def token_probs(
         counts = _counts_by_position(token_counts.counts, drafted, seen)
         logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
     return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
-
-
-def raw_logprobs(logits: Array, tokens: Array) -> Array:
-    """Return ``float32[B, S]``, the log-softmax of ``logits[B, S, V]`` at ``tokens[B, S]``, without transforms."""
-    logits = logits.astype(jnp.float32)
-    largest = logits.max(-1)
-    return at_tokens(logits, tokens) - largest - jnp.log(jnp.exp(logits - largest[..., None]).sum(-1))
-
-
-def top_logprobs(logits: Array, count: int) -> tuple[Array, Array]:
-    """Return the top tokens of ``logits[B, S, V]``, ``int32[B, S, count]`` in order, and their `raw_logprobs`."""
-    ids = lax.top_k(logits, count)[1]
-    each = jax.vmap(raw_logprobs, in_axes=(None, 2), out_axes=2)
-    return ids, each(logits, ids)
 
 
 def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:

@@ -16,7 +16,7 @@ from jspec.acceptance.walk import AnyTree
 from jspec.core.keys import draft_noise, positions_from, target_noise
 from jspec.core.probs import at_tokens
 from jspec.core.row_ops import prefix_mask, write_rows
-from jspec.core.sampling import add_tokens, raw_logprobs, top_logprobs
+from jspec.core.sampling import add_tokens
 from jspec.core.types import ACCEPTED, BONUS, CORRECTED, NO_DRAFT, Draft, PyTree, Verdict, passed
 from jspec.decoding.recording import of_round
 from jspec.decoding.state import DecodeState, RequestParams, RoundOutput
@@ -29,6 +29,7 @@ from jspec.drafters.drafts import as_draft, is_out_of_vocab, mask_draft
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.models.kv_cache import keep
 from jspec.models.llama import Llama
+from jspec.models.logprobs import raw_logprobs, top_logprobs
 
 Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
 

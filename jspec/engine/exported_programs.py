@@ -32,6 +32,7 @@ from jspec.core.types import PyTree
 from jspec.engine.memory_budget import JaxDevice
 from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.log_sum_exp import LogSumExpKernel
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel
 from jspec.models.kernels.cpu.native import Kernel
 from jspec.models.kernels.cpu.product import ProductKernel
@@ -45,7 +46,8 @@ _MAX_FILES = 1000  # about 100 KB each; the oldest are deleted
 _PACKAGES = {"jspec", "convert", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections", "functools"}
 # Other versions of JAX or jspec may lack these kernels, but never read the file: its name depends on the versions.
 _PRODUCTS = [ProductKernel(*kind) for kind in itertools.product(FORMATS, ACTIVATION_BITS)]
-_KERNELS = ["__gpu$xla.gpu.triton", *(kernel.target for kernel in (AttentionKernel(), *_PRODUCTS))]
+_NATIVE = AttentionKernel(), LogSumExpKernel(), *_PRODUCTS
+_KERNELS = ["__gpu$xla.gpu.triton", *(kernel.target for kernel in _NATIVE)]
 _SAME_VERSION = [export.DisabledSafetyCheck.custom_call(kernel) for kernel in _KERNELS]
 _Leaf: TypeAlias = jax.Array | jax.ShapeDtypeStruct | np.generic | np.ndarray
 _Stored: TypeAlias = tuple[export.Exported, Hashable]  # a function of flat arguments, and the structure of its result
@@ -90,8 +92,10 @@ def _native_kernels(arguments: PyTree, platform: str) -> list[tuple[str, bool]]:
     for node in cast(list[object], jax.tree.leaves(arguments, is_leaf=has_kernel)):
         if isinstance(node, PackedMatrix):
             kernels.add(node.kernel)
-        elif isinstance(node, KVCache) and any(keys.dtype == np.float32 for keys in node.keys):
-            kernels.add(AttentionKernel())
+        elif isinstance(node, KVCache):
+            kernels.add(LogSumExpKernel())
+            if any(keys.dtype == np.float32 for keys in node.keys):
+                kernels.add(AttentionKernel())
     return sorted((kernel.target, native.register(kernel)) for kernel in kernels)
 
 

@@ -6,7 +6,7 @@ from typing import cast
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jspec.core.sampling import TokenCounts, add_tokens, count_prompt, raw_logprobs, top_logprobs
+from jspec.core.sampling import TokenCounts, add_tokens, count_prompt
 from jspec.core.types import PyTree
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
@@ -20,6 +20,7 @@ from jspec.engine.slot_output import Packed, Scores, empty_output, expand_to_slo
 from jspec.engine.slots import AnyDrafter, Slots, gather_rows, get_row, keep_temperature, scatter_rows, select, set_row
 from jspec.models.kv_cache import KVCache, copy_slots
 from jspec.models.llama import Llama
+from jspec.models.logprobs import raw_logprobs, top_logprobs
 
 _BLOCK = 256  # tokens per step when a cache is copied
 

@@ -11,6 +11,7 @@ from convert import CheckpointError
 from jspec.engine import exported_programs
 from jspec.models import matrix_parts
 from jspec.models.kernels.cpu import native
+from jspec.models.kernels.cpu.log_sum_exp import LogSumExpKernel
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel
 from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.kv_cache import empty_cache
@@ -104,9 +105,10 @@ def test_stored_programs_register_their_kernels(monkeypatch, file):
     caches = {"float32": model.new_cache(1, 8), "bfloat16": empty_cache(1, (1, 1, 8, 8), jnp.bfloat16)}
     kernels = dict(exported_programs._native_kernels((model, caches["float32"]), "cpu"))
     products = {ProductKernel(format, 24).target: format != "Q8_0" for format in {*MIXED.values(), "Q4_0"}}
-    assert kernels == products | {AttentionKernel().target: True}
+    logprobs = {LogSumExpKernel().target: True}
+    assert kernels == products | logprobs | {AttentionKernel().target: True}
     assert not exported_programs._native_kernels((model, caches["float32"]), "cuda")
-    assert not exported_programs._native_kernels((caches["bfloat16"], {"x": np.zeros(3)}), "cpu")
+    assert dict(exported_programs._native_kernels((caches["bfloat16"], {"x": np.zeros(3)}), "cpu")) == logprobs
 
 
 def test_rounding_of_activations_keeps_matrices_packed(file, monkeypatch):
@@ -180,6 +182,20 @@ def test_texts_and_log_probabilities_have_the_bits_of_plain_decoding(file, bits,
     accepted, judged = same_bits.assert_same_bits(model, random_batch(model, 5, 11), 20, temperature)
     report(accepted=dict(accepted), judged=dict(judged))
     assert all(0 < accepted[name] < judged[name] for name in ("model", "tree")) and judged["lookup"]
+
+
+@needs_attention
+def test_log_probabilities_over_a_large_vocabulary_have_the_bits_of_plain_decoding(tmp_path):
+    """The sum over the vocabulary is the same for 3 rows and for 30, which XLA adds in another order."""
+    raw = gguf_files.RAW | {"num_hidden_layers": 1, "tie_word_embeddings": True, "vocab_size": 49152}
+    arrays = gguf_files.tensors(raw, checkpoints.tensors(raw))
+    file = gguf_files.write(tmp_path / "x.gguf", gguf_files.metadata(raw), arrays)
+    model = jspec.load(file, packed=True)
+    batch, options = random_batch(model, 3, 12), {"max_new_tokens": 12, "sampling": jspec.SamplingParams(temperature=0)}
+    plain = jspec.generate(model, *batch, **options)
+    drafted = jspec.speculative_generate(model, jspec.NGramDrafter(), *batch, num_draft_tokens=9, **options)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    np.testing.assert_array_equal(drafted.raw_logprobs, plain.raw_logprobs)
 
 
 @needs_attention

@@ -19,8 +19,10 @@ from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
 from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS
+from jspec.models.kernels.cpu import log_sum_exp as cpu_log_sum_exp
 from jspec.models.kernels.cpu import masked_attention as cpu_attention
 from jspec.models.kernels.cpu import native, product
+from jspec.models.kernels.cpu.log_sum_exp import LogSumExpKernel
 from jspec.models.kernels.cpu.masked_attention import AttentionKernel, MaskedCache
 from jspec.models.kernels.cpu.product import ProductKernel
 
@@ -92,6 +94,11 @@ def packed_product(
 ) -> Array:
     """Return the product of ``x[M, in]`` and a `jspec.models.packed.PackedMatrix`. See `_choose`."""
     return _choose(_product_p, True, otherwise, (x, tiles), kernel=kernel, out_size=out_size)[0]
+
+
+def log_sum_exp(otherwise: Callable[..., tuple[Array, Array]], x: Array) -> tuple[Array, Array]:
+    """Return each row's largest element and `log_sum_exp` relative to it, for ``float32[N, V]``. See `_choose`."""
+    return _choose(_log_sum_exp_p, True, otherwise, (x,))
 
 
 def _choose(
@@ -201,6 +208,10 @@ def _is_native_attention_available() -> bool:
     return native.register(AttentionKernel())
 
 
+def _is_native_log_sum_exp_available() -> bool:
+    return native.register(LogSumExpKernel())
+
+
 def _is_native_product_available(kernel: ProductKernel, out_size: int) -> bool:
     return native.register(kernel)
 
@@ -268,10 +279,17 @@ def _multiplied(
     return (x.update(shape=(x.shape[0], out_size)),)
 
 
+def _summed(x: "ShapedArray") -> "tuple[ShapedArray, ...]":
+    return x.update(shape=x.shape[:1]), x.update(shape=x.shape[:1])
+
+
 _attention_p = _primitive("attention", "cuda", _attend_on_gpu, _is_triton_available, _attended)
 _norm_p = _primitive("project_add_norm", "cuda", _norm_on_gpu, _is_triton_available, _normed)
 _masked_attention_p = _primitive(
     "masked_attention", "cpu", _attend_on_cpu, _is_native_attention_available, _masked_attended
+)
+_log_sum_exp_p = _primitive(
+    "log_sum_exp", "cpu", cpu_log_sum_exp.log_sum_exp, _is_native_log_sum_exp_available, _summed
 )
 _product_p = _primitive("packed_product", "cpu", _multiply_on_cpu, _is_native_product_available, _multiplied)
 batching.primitive_batchers[_product_p] = _batch_product
