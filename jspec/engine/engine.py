@@ -10,13 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Literal, Self
 
 import jax
-import numpy as np
 
 from jspec.acceptance import Rule
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import check_counts
-from jspec.decoding.inputs import PromptBatch
-from jspec.decoding.validate_arguments import check_arguments, check_rule
+from jspec.decoding.validate_arguments import check_rule
 from jspec.drafters.base import DraftSource
 from jspec.drafters.standalone.model import as_drafter
 from jspec.engine import validate_options as arguments
@@ -25,11 +23,13 @@ from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
 from jspec.engine.memory_budget import check_memory
 from jspec.engine.request import Request, Result
+from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest
 from jspec.engine.slots import Sizes, Variant
 from jspec.engine.validate_request import check_request
 from jspec.engine.warmup import warm_up
+from jspec.engine.weights import Running, Update
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.llama import Llama
 
@@ -42,8 +42,8 @@ class Engine:
     Args:
         target: the model whose distribution the output follows.
         draft: a draft model or a drafter; None for plain decoding. The engine uses the weights that both models have
-            when it is created. If either model's weights change later, the engine rejects requests. Then create a new
-            engine; it reuses the compiled programs.
+            when it is created. If either model's weights change later, the engine rejects requests until `update` is
+            called.
         slots: the number of requests to decode at once. Other requests wait.
         max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
             default is 1,024, or the models' number of positions if that is less.
@@ -146,6 +146,48 @@ class Engine:
         with self._wake:
             self._wake.notify()
 
+    def update(
+        self,
+        target: Llama | None = None,
+        draft: DraftSource | None = None,
+        running: Running = "finish",
+    ) -> None:
+        """Use new weights, without compiling anything. Block until they are in use.
+
+        New requests wait meanwhile. With new weights of the target, the engine forgets all prefixes that it could
+        reuse. If only the draft's weights change, running requests continue, because the output distribution does not
+        depend on them.
+
+        Args:
+            target: a model that differs from the engine's only in its weights; None for the engine's own target, whose
+                weights may have changed in place. The engine does not copy arrays.
+            draft: likewise, for the draft model or drafter.
+            running: what happens to running requests if the target's weights change. "finish" first finishes them with
+                the old weights. "restart" discards their output and starts again. "abort" cancels them.
+
+        Raises:
+            ValueError: `running` is unknown, or a model differs in more than its weights.
+            RuntimeError: weights were deleted, the engine is closed, another update is waiting, or a listener called
+                this method.
+        """
+        target = self.device.target if target is None else target
+        drafter = self.device.drafter if draft is None else as_drafter(draft)
+        self.device.check_replacement(target, drafter)
+        update = Update(target, drafter, self.device.changes_target(target), running)
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("A listener cannot update its engine, because the update waits for it; use a thread.")
+        with self._wake:
+            if self._closing:
+                raise RuntimeError("The engine is closed; create a new one from the new weights.")
+            if self._loop.update is not None:
+                raise RuntimeError("Another update of this engine is waiting for running requests; wait for it first.")
+            self._loop.update = update
+            self._wake.notify()
+        while self._thread is None and not update.done.is_set():
+            self._loop.turn()
+        update.wait()
+        self._target, self._drafter = target, drafter
+
     def submit(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.
 
@@ -196,30 +238,14 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
         """Decode all `requests` and return their results in the same order. Block until all are finished."""
-        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
-        def listen(i: int) -> Callable[[Result], None]:
-            return lambda result: done.put(i) if result.finish_reason else None
+        def listen(result: Result) -> None:
+            if result.finish_reason:
+                ended.put(result)
 
-        active_requests = [self._make_active(request, listen(i)) for i, request in enumerate(requests)]
-        unqueued, num_running = deque(active_requests), 0
-        try:
-            while unqueued or num_running:
-                try:
-                    while unqueued:
-                        self._queue(unqueued[0])
-                        unqueued.popleft()
-                        num_running += 1
-                except queue.Full:
-                    if not num_running:  # other threads' requests fill the queue
-                        time.sleep(0.01)
-                        continue
-                done.get()
-                num_running -= 1
-        except BaseException:  # the caller will not read the results
-            for active in active_requests:
-                self.cancel(active)
-            raise
+        active_requests = [self._make_active(request, listen) for request in requests]
+        run_all(active_requests, ended, self._queue, self.cancel)
         return [active.result for active in active_requests]
 
     async def stream(self, request: Request) -> AsyncIterator[Result]:
@@ -284,17 +310,13 @@ class Engine:
 
     @explicit_transfers()
     def _make_active(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
-        self.device.check_weights()
+        if self._loop.update is None:
+            self.device.check_weights()
         self._check(request)
         return ActiveRequest(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
 
     def _check(self, request: Request) -> None:
-        tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
-        keys = self._any_key if request.key is None else request.key[None]
-        prompt = PromptBatch(tokens, np.array([tokens.size]), keys)
-        k, limit = self._num_draft_tokens, request.max_new_tokens
-        check_arguments(self._target, self._drafter, prompt, limit, k, request.sampling, eos_ids, 0)
-        check_request(request, self._sizes)
+        check_request(request, self._any_key, self._target, self._drafter, self._num_draft_tokens, self._sizes)
 
     def _run(self) -> None:
         while True:

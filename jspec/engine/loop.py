@@ -1,6 +1,5 @@
 """The host's loop between device calls. It runs in one thread and never waits for sockets."""
 
-import dataclasses
 import itertools
 import logging
 from collections import deque
@@ -8,55 +7,37 @@ from collections import deque
 import numpy as np
 
 from jspec.drafters.base import kind_of
+from jspec.engine.call import Call, Kind
 from jspec.engine.length_policy import RECENT, LengthPolicy
+from jspec.engine.prefill import Prefill
 from jspec.engine.round_budget import RoundBudget
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest, Scheduler, no_listener
-from jspec.engine.slot_output import Packed, SlotOutput, unpack
+from jspec.engine.slot_output import SlotOutput, unpack
 from jspec.engine.slots import Variant
+from jspec.engine.weights import Update
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 5  # failures that end a request if it ran alone in the last one; 3 times as many in a row end all requests
-_Kind = tuple[int, Variant, int]  # a call's draft length, variant and number of slots
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A dispatched call that runs rounds.
-
-    Attributes:
-        decoding: the decoding requests, by slot.
-        num_caught_up: each request's `num_caught_up` at dispatch, by slot.
-        back_to_back: whether another call was running at dispatch.
-        alone: whether no prefill ran between the previous call and this one.
-        rounds: the number of rounds in a full call.
-    """
-
-    packed: Packed
-    decoding: dict[int, ActiveRequest]
-    num_caught_up: dict[int, int]
-    kind: _Kind
-    back_to_back: bool
-    alone: bool
-    rounds: int
 
 
 class Loop:
     """A loop that admits, prefills and decodes requests and delivers output. At most two calls are in flight."""
 
     def __init__(self, runner: Runner, prefill_tokens: int, call_seconds: float):
-        self._runner, self._sizes, self._prefill_tokens = runner, runner.sizes, prefill_tokens
+        self._runner, self._sizes = runner, runner.sizes
+        self._prefill = Prefill(runner, prefill_tokens)
         self.round_budget = RoundBudget(self._sizes.rounds, call_seconds)
         self._length_policy = LengthPolicy(self._sizes.num_draft_tokens[-1])
         self._scheduler = Scheduler(self._sizes.slots)
-        self._has_prefilled = False  # whether anything was prefilled since the last call that ran rounds
         # The constraints of ended requests. A running call may still query those of requests that ended in this turn.
         self._ended_constraints: list[int] = []
         self._unused_constraints: list[int] = []
-        self._in_flight: deque[_Call] = deque()
+        self._in_flight: deque[Call] = deque()
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
         self.cancel_all = False  # whether to cancel all requests
+        self.update: Update | None = None  # new weights that are not in use yet
 
     def submit(self, active: ActiveRequest) -> None:
         """Queue a request."""
@@ -76,14 +57,50 @@ class Loop:
     def is_busy(self) -> bool:
         """Whether there is work to do."""
         has_requests = self._scheduler.waiting or any(self._scheduler.active_requests)
-        return bool(has_requests or self._in_flight or self._ended_constraints or self._unused_constraints)
+        return bool(
+            has_requests or self._in_flight or self._ended_constraints or self._unused_constraints or self.update
+        )
 
     def turn(self) -> None:
         """Run one iteration: admit, prefill, decode, and deliver the output of the previous call."""
         try:
+            if self.update is not None and not self._waits_for_running(self.update):
+                self._apply(self.update)
             self._turn()
         except Exception as error:
             self.recover(error)
+
+    def _waits_for_running(self, update: Update) -> bool:
+        """Return whether requests that have begun must finish before the update."""
+        return update.waits and bool(self._in_flight or self.running_requests or self._next_has_begun())
+
+    def _next_has_begun(self) -> bool:
+        """Return whether the next request in the queue had a slot before. A failed call puts such requests first."""
+        return bool(self._scheduler.waiting) and self._scheduler.waiting[0].assigned_at is not None
+
+    def _apply(self, update: Update) -> None:
+        """Replace the weights. If those of the target change, empty the slots, whose states depend on them."""
+        self.update = None
+        try:
+            if not update.has_target:
+                self._runner.replace_weights(update.target, update.drafter)
+                return
+            self._runner.wait()
+            running, waiting = self._empty()
+            self._runner.replace_weights(update.target, update.drafter)
+            self._runner.reset()
+            for active in running:
+                if update.running == "restart":
+                    active.restart()
+                    self._scheduler.submit(active)
+                else:
+                    self._retire(active, "cancelled")
+            self._scheduler.waiting.extend(waiting)
+        except Exception as error:
+            update.error = error
+            raise
+        finally:
+            update.done.set()
 
     def _turn(self) -> None:
         compile_seconds = self._runner.compile_seconds
@@ -91,7 +108,7 @@ class Loop:
         self._admit()
         repeated_length = self._plan_repeat()
         if repeated_length is None:
-            self._prefill()
+            self._prefill.run(self._scheduler)
         decoding = dict(self._scheduler.decoding())
         if decoding or self._stop.any():
             kind = self._plan(decoding, repeated_length)
@@ -115,7 +132,7 @@ class Loop:
                 self._retire(active, "cancelled")
 
     def _admit(self) -> None:
-        while (assignment := self._scheduler.admit()) is not None:
+        while (self.update is None or self._next_has_begun()) and (assignment := self._scheduler.admit()) is not None:
             slot, active = assignment
             try:
                 active.constraint = self._runner.constrain(active.request.constraint)
@@ -131,67 +148,6 @@ class Loop:
             self._runner.assign_slot(slot, active.row, num_tokens, active.num_prefilled, active.constraint)
             self._stop[slot] = False  # reassigning the slot has already stopped it
 
-    def _prefill(self) -> None:
-        """Prefill requests in turn, one piece at a time, for as long as other requests should wait."""
-        budget = self._prefill_tokens - self._reuse_prefixes()
-        ready = [(slot, active) for slot, active in self._scheduler.prefilling() if not self._waits_for_prefix(active)]
-        budget -= self._prefill_batch(dict(ready))
-        prefilling = deque((slot, active) for slot, active in ready if not active.is_prefilled)
-        while prefilling and budget > 0:
-            slot, active = prefilling.popleft()
-            text, start, scored = active.prefix_tokens, active.num_prefilled, active.request.prompt_logprobs
-            budget -= self._runner.piece_size(len(text) - start, scored)
-            self._has_prefilled = True
-            active.record_prefill(self._runner.prefill(slot, text, start, scored))
-            if not active.is_prefilled:
-                prefilling.append((slot, active))
-        if prefilling and not self._scheduler.decoding():
-            self._runner.wait()  # nothing else waits, and new requests should not queue behind an entire long text
-
-    def _reuse_prefixes(self) -> int:
-        """Copy prefixes from other slots, unless longer ones will soon exist. Return the approximate cost in tokens."""
-        smallest, cost = self._sizes.chunks[0], 0
-        for slot, active in self._scheduler.prefilling():
-            count, source = self._scheduler.find_prefix(active)
-            is_short = count < active.num_prefilled + smallest
-            if is_short or self._waits_for_prefix(active) or cost >= self._prefill_tokens:
-                continue
-            self._runner.assign_slot(slot, active.row, len(active.prefix_tokens), count, active.constraint, source)
-            active.result.cached = min(active.result.cached + count - active.num_prefilled, len(active.request.tokens))
-            active.num_prefilled, cost, self._has_prefilled = count, cost + smallest, True
-        return cost
-
-    def _waits_for_prefix(self, active: ActiveRequest) -> bool:
-        """Return whether another request is prefilling so much of this text that copying it later is better."""
-        count = self._scheduler.pending_prefix(active) - self._sizes.chunks[0]
-        return count >= active.num_prefilled and count >= self._scheduler.find_prefix(active)[0]
-
-    def _prefill_batch(self, prefilling: dict[int, ActiveRequest]) -> int:
-        """Prefill short remainders in many slots at once, and return the cost in tokens."""
-        smallest, num_slots = self._sizes.chunks[0], self._sizes.slots
-        short = {
-            slot: active
-            for slot, active in prefilling.items()
-            if not active.request.prompt_logprobs and len(active.prefix_tokens) - 1 - active.num_prefilled <= smallest
-        }
-        if len(short) < max(2, num_slots // 2):  # a pass over all slots costs as much as this many single passes
-            return 0
-        texts = {slot: (active.prefix_tokens, active.num_prefilled) for slot, active in short.items()}
-        for slot, piece in self._runner.prefill_batch(texts).items():
-            short[slot].record_prefill(piece)
-        self._has_prefilled = True
-        return smallest * num_slots
-
-    def _catch_up_drafter(self, decoding: dict[int, ActiveRequest], num_draft_tokens: int) -> None:
-        """Let the drafter catch up if too much is unread, starting with the request with the fewest unread tokens."""
-        budget, max_unread = self._prefill_tokens, self._runner.max_unread(num_draft_tokens)
-        for slot, active in sorted(decoding.items(), key=lambda entry: entry[1].num_unread):
-            if active.num_unread > max_unread and budget > 0:
-                self._has_prefilled = True
-                count = self._runner.catch_up_drafter(slot, active.num_unread)
-                budget, active.num_unread = budget - count, active.num_unread - count
-                active.num_caught_up += count
-
     def _plan_repeat(self) -> int | None:
         """Return the running call's draft length if it is time to repeat that call undisturbed, to measure its cost.
 
@@ -203,7 +159,7 @@ class Loop:
         is_alike = self._call_shape(dict(decoding)) == (num_slots, variant)
         return num_draft_tokens if is_alike and self.round_budget.is_stale(kind) else None
 
-    def _plan(self, decoding: dict[int, ActiveRequest], repeated_length: int | None) -> _Kind:
+    def _plan(self, decoding: dict[int, ActiveRequest], repeated_length: int | None) -> Kind:
         """Return the kind of the next call. Before the drafter has read text, the draft length is 0 if possible."""
         num_slots, variant = self._call_shape(decoding)
         if repeated_length is not None:
@@ -227,11 +183,11 @@ class Loop:
         variant = max((active.request.variant for active in decoding.values()), default=Variant.TEMPERATURE_ONLY)
         return self._sizes.shape(len(self._slots_to_run(decoding)), variant)
 
-    def _dispatch(self, decoding: dict[int, ActiveRequest], kind: _Kind, undisturbed: bool) -> None:
+    def _dispatch(self, decoding: dict[int, ActiveRequest], kind: Kind, undisturbed: bool) -> None:
         """Dispatch rounds for the requests in `decoding`."""
         num_draft_tokens, variant, num_slots = kind
         if num_draft_tokens and self._runner.reads_separately and not undisturbed:
-            self._catch_up_drafter(decoding, num_draft_tokens)
+            self._prefill.catch_up_drafter(decoding, num_draft_tokens)
         full_rounds = self.round_budget.rounds(kind)
         is_first = not any(active.has_decoded for active in decoding.values())
         # Deliver a first token early, unless other requests are decoding: a short call would delay them.
@@ -244,11 +200,11 @@ class Loop:
         packed = self._runner.decode_rounds(num_draft_tokens, rounds, self._stop.copy(), variant, stop_when_done, rows)
         self._stop[:] = False
         num_caught_up = {slot: active.num_caught_up for slot, active in decoding.items()}
-        back_to_back, alone = bool(self._in_flight), not self._has_prefilled
-        self._in_flight.append(_Call(packed, decoding, num_caught_up, kind, back_to_back, alone, full_rounds))
-        self._has_prefilled = False
+        back_to_back, alone = bool(self._in_flight), not self._prefill.has_run
+        self._in_flight.append(Call(packed, decoding, num_caught_up, kind, back_to_back, alone, full_rounds))
+        self._prefill.has_run = False
 
-    def _collect(self, call: _Call) -> None:
+    def _collect(self, call: Call) -> None:
         """Wait for a call's output, and deliver it to the requests that the call was dispatched for."""
         num_draft_tokens, variant, _ = call.kind
         top_slots = [slot for slot, active in call.decoding.items() if active.request.top_logprobs]
@@ -320,6 +276,15 @@ class Loop:
         active.notify()
         active.listen = no_listener  # the listener may hold `active`: a reference cycle that would keep both alive
 
+    def _empty(self) -> tuple[list[ActiveRequest], deque[ActiveRequest]]:
+        """Forget all slots and running calls. Return the requests that had a slot, and those that wait."""
+        running, waiting = self.running_requests, self._scheduler.waiting
+        self._scheduler = Scheduler(self._sizes.slots)
+        self._in_flight.clear()
+        self._ended_constraints, self._unused_constraints = [], []
+        self._stop[:] = False
+        return running, waiting
+
     def recover(self, error: BaseException) -> None:
         """Empty the slots after a failure. Requests with a key are prefilled again, and their output is the same.
 
@@ -327,11 +292,7 @@ class Loop:
         """
         _LOG.error("An engine call has failed.", exc_info=error)
         self._failures += 1
-        running = self.running_requests
-        waiting, self._scheduler = self._scheduler.waiting, Scheduler(self._sizes.slots)
-        self._in_flight.clear()
-        self._ended_constraints, self._unused_constraints = [], []
-        self._stop[:] = False
+        running, waiting = self._empty()
         try:
             self._runner.reset()
         except Exception as worse:

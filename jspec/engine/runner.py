@@ -17,19 +17,18 @@ from jspec.core.transfers import explicit_transfers
 from jspec.core.types import PyTree
 from jspec.decoding.state import RequestParams
 from jspec.engine import programs
-from jspec.engine.constraints import Constraint, Constraints, allowed
+from jspec.engine.constraints import Constraint, Constraints
 from jspec.engine.exported_programs import lower
 from jspec.engine.memory_budget import release_freed_memory
-from jspec.engine.program_inputs import CallLimits, RoundSpec, TextPiece
+from jspec.engine.program_inputs import CallLimits, TextPiece
+from jspec.engine.program_table import Key, Number, function_and_inputs
 from jspec.engine.slot_output import Packed, Piece, Scores
-from jspec.engine.slots import AnyDrafter, Bools, Ints, Sizes, Slots, Variant, empty_slots, get_row
-from jspec.engine.weights import check_exist, check_unchanged
+from jspec.engine.slots import AnyDrafter, Bools, Ints, Sizes, Slots, Variant, empty_slots
+from jspec.engine.weights import check_exist, check_replacement, check_unchanged
 from jspec.models.llama import Llama
 
-Number = np.int32
 _Rows: TypeAlias = Sequence[int] | None  # the slots that a call runs; None for all
 _MARGIN = 1.1  # factor by which a larger piece must be cheaper to be chosen
-Key: TypeAlias = tuple[str, *tuple[int, ...]]  # a program's name and its static options
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,6 +77,21 @@ class Runner:
         """
         check_exist(self._weights)
         self._run("reset")
+
+    def check_replacement(self, target: Llama, drafter: AnyDrafter | None) -> None:
+        """Raise ValueError or RuntimeError unless the programs can read the weights of these models."""
+        check_exist(jax.tree.leaves((target, drafter)))
+        for name, new, old in zip(("target", "draft"), (target, drafter), self._models(self._weights), strict=True):
+            check_replacement(name, new, old)
+
+    def changes_target(self, target: Llama) -> bool:
+        """Return whether `target` holds other arrays than those that the programs read as the target's."""
+        return any(new is not old for new, old in zip(jax.tree.leaves(target), self._weights, strict=False))
+
+    def replace_weights(self, target: Llama, drafter: AnyDrafter | None) -> None:
+        """Read the weights of these models from now on. See `check_replacement`."""
+        self.target, self.drafter = target, drafter
+        self._run("replace_weights", jax.tree.leaves((target, drafter)))
 
     def check_weights(self) -> None:
         """Raise RuntimeError unless the models still hold the weights that the programs read."""
@@ -198,6 +212,9 @@ class Runner:
         self._slots = cast(Slots, None)  # free the old slots first, because there may not be room for both
         self._slots = self._program("empty")(self._weights)
 
+    def _replace_weights(self, weights: list[object]) -> None:
+        self._weights = weights
+
     def _constrain(self, make: Constraint) -> int:
         return self.constraints.add(make)
 
@@ -311,7 +328,7 @@ class Runner:
         """Lower a program that takes flat weights, donated slots and other arguments, or one that creates the slots."""
         if key == ("empty",):
             return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
-        function, shapes = self._function(*key)
+        function, shapes = function_and_inputs(key, self._slot_shapes, self.rule, self.sizes, self._vocab_size)
 
         def program(weights: Sequence[object], slots: Slots, *others: PyTree) -> PyTree:
             return function(*self._models(weights), slots, *others)
@@ -320,30 +337,3 @@ class Runner:
         if key[2:3] == (Variant.CONSTRAINED,):  # constrained programs call back to this process
             return jax.jit(program, donate_argnums=1).lower(*arguments)
         return lower(program, arguments, self._structure, self.rule, self.sizes, key)
-
-    def _function(self, name: str, *options: int) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-        """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""
-        number, sizes = Number(0), self.sizes
-        if name == "assign_slot":
-            row = jax.eval_shape(get_row, self._slot_shapes.params, number)
-            return programs.assign_slot, (number, row, number, number, number)
-        if name == "prefill":
-            piece = TextPiece.on_host(np.zeros((1, options[0] + 1), np.int32), 0, 0)
-            if options[0] > sizes.chunks[0]:
-                return programs.prefill, (number, piece)
-            return functools.partial(programs.prefill, num_top=sizes.top_logprobs), (number, piece, np.bool_(False))
-        if name == "prefill_batch":
-            row = jax.ShapeDtypeStruct((sizes.slots,), np.int32)
-            pieces = jax.ShapeDtypeStruct((sizes.slots, sizes.chunks[0] + 1), np.int32)
-            return programs.prefill_batch, (pieces, row, row, row, number)
-        if name == "catch_up_drafter":
-            return functools.partial(programs.catch_up_drafter, chunk=sizes.chunks[0]), (number, number)
-        k, variant, count = options
-        spec = RoundSpec(self.rule, k, sizes.rounds, temperature_only=variant is Variant.TEMPERATURE_ONLY)
-        if variant >= Variant.FULL:
-            spec = dataclasses.replace(spec, num_top=sizes.top_logprobs)
-        if variant is Variant.CONSTRAINED:
-            spec = dataclasses.replace(spec, constrain=functools.partial(allowed, vocab_size=self._vocab_size))
-        rows = np.zeros(sizes.slots, bool)
-        chosen = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
-        return functools.partial(programs.decode_rounds, spec=spec), (CallLimits.on_host(rows, 0, rows), *chosen)

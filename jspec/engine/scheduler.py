@@ -116,6 +116,11 @@ class ActiveRequest:
         result.distortion += output.distortion
         self.draft_lengths += draft_lengths
 
+    def restart(self) -> None:
+        """Discard the output, as if the request had just arrived. The result stays the same object."""
+        vars(self.result).update(vars(Result()))
+        self.draft_lengths = []
+
     @property
     def is_prefilled(self) -> bool:
         """Whether prefill is complete, so that rounds include this request."""

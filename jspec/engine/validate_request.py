@@ -6,13 +6,28 @@ from typing import cast
 
 import jax
 import numpy as np
+from jax import Array
 
+from jspec.decoding.inputs import PromptBatch
+from jspec.decoding.validate_arguments import check_arguments
 from jspec.engine.request import Request
-from jspec.engine.slots import Sizes
+from jspec.engine.slots import AnyDrafter, Sizes
+from jspec.models.llama import Llama
 
 
-def check_request(request: Request, sizes: Sizes) -> None:
-    """Raise ValueError or TypeError if an engine with these `sizes` cannot decode a request."""
+def check_request(
+    request: Request, any_key: Array, target: Llama, drafter: AnyDrafter | None, k: int | None, sizes: Sizes
+) -> None:
+    """Raise ValueError or TypeError if an engine with these models and `sizes` cannot decode a request.
+
+    Args:
+        any_key: a batch of one valid key, for requests without a key.
+        k: the number of draft tokens; None for plain decoding.
+    """
+    tokens, eos_ids = np.array([request.tokens]), np.array(request.eos_ids, np.int32)
+    keys = any_key if request.key is None else request.key[None]
+    prompt = PromptBatch(tokens, np.array([tokens.size]), keys)
+    check_arguments(target, drafter, prompt, request.max_new_tokens, k, request.sampling, eos_ids, 0)
     if len(request.eos_ids) > sizes.eos_ids:
         raise ValueError(f"eos_ids has {len(request.eos_ids)} tokens; expected at most {sizes.eos_ids}.")
     if not isinstance(request.top_logprobs, numbers.Integral):

@@ -1,11 +1,86 @@
-"""A check that an engine's models still hold the weights that its programs read."""
+"""The weights that an engine's programs read: checks that the models still hold them, and their replacement."""
 
+import dataclasses
+import threading
 from collections.abc import Sequence
+from typing import Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jspec.core.types import PyTree
+
+_Leaves: TypeAlias = list[tuple[tuple[object, ...], object]]
+Running: TypeAlias = Literal["finish", "restart", "abort"]
+
+
+@dataclasses.dataclass(eq=False)
+class Update:
+    """New weights for an engine.
+
+    Attributes:
+        target, drafter: the models that hold the new weights.
+        has_target: whether the target's weights change.
+        running: what happens to running requests if they do. See `jspec.engine.Engine.update`.
+        done: an event that is set when the weights are in use, or when the update has failed.
+        error: the error that made the update fail.
+    """
+
+    target: PyTree
+    drafter: PyTree
+    has_target: bool
+    running: Running
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        if self.running not in get_args(Running):
+            raise ValueError(f'running={self.running!r} is not supported; use "finish", "restart" or "abort".')
+
+    def wait(self) -> None:
+        """Wait until the weights are in use. Raise the error that made the update fail, if any."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def waits(self) -> bool:
+        """Whether running requests finish before the update."""
+        return self.has_target and self.running == "finish"
+
+
+def check_replacement(name: str, new: PyTree, old: PyTree) -> None:
+    """Raise ValueError unless the programs that were compiled for the model `old` can read the weights of `new`.
+
+    Args:
+        name: the name of the model in messages.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            f"The new {name} differs from the engine's in more than its weights: in its class, its configuration, its "
+            "dtype or how it is packed or quantised; create a new Engine for it."
+        )
+    weights = cast(list[object], jax.tree.leaves(old))
+    for (path, leaf), weight in zip(cast(_Leaves, jax.tree.leaves_with_path(new)), weights, strict=True):
+        if not _have_one_type(leaf, weight):
+            raise ValueError(
+                f"The new {name} has {_described(leaf)} at {jax.tree_util.keystr(path)}, where the engine's programs "
+                f"read {_described(weight)}; pass weights of the same type on the same device."
+            )
+
+
+def _have_one_type(leaf: object, weight: object) -> bool:
+    """Return whether a program that reads `weight` can read `leaf`. `weight` may be deleted."""
+    if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
+        return leaf is weight
+    return jax.typeof(leaf) == jax.typeof(weight) and leaf.sharding.device_set == weight.sharding.device_set
+
+
+def _described(leaf: object) -> str:
+    if not isinstance(leaf, jax.Array):
+        return f"an object of type {type(leaf).__name__}"
+    devices = cast("set[object]", leaf.sharding.device_set)  # a deleted array has no `devices`
+    return f"{jax.typeof(leaf)} on {', '.join(sorted(map(str, devices)))}"
 
 
 def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> None:
@@ -29,8 +104,8 @@ def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> N
         end = start + len(leaves)
         if not _are_equal(leaves, weights[start:end]):
             raise RuntimeError(
-                f"The weights of the {name} have changed since this engine was created, but the engine still has the "
-                "old weights; create a new Engine from the current model."
+                f"The weights of the {name} have changed, but the engine still has the old ones; call the engine's "
+                "update() to use the current weights, or create a new Engine."
             )
         weights[start:end] = leaves
         start = end
@@ -63,5 +138,5 @@ def check_exist(weights: Sequence[object]) -> None:
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
         raise RuntimeError(
             "Weights of this engine were deleted: a jitted step deletes the arrays that are donated to it; "
-            "create a new Engine from weights that exist."
+            "call the engine's update() with weights that exist, or create a new Engine."
         )

@@ -15,6 +15,7 @@ import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
 from jspec.acceptance import RULES
+from jspec.engine.program_table import function_and_inputs
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes, Variant
 from jspec.planning import roofline
@@ -255,7 +256,7 @@ def test_engine_programs_compile_without_cache_copies(name, key, report, monkeyp
     target, draft = (jspec.Llama(config, jax.numpy.dtype(chip.dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     drafter = jspec.ModelDrafter(draft)
     one = Runner(target, drafter, RULES["rejection"], Sizes(8, 500, 1, (32, 256), (0, 4), 4, 5))
-    function, shapes = one._function(*key)
+    function, shapes = function_and_inputs(key, one._slot_shapes, one.rule, one.sizes, config.vocab_size)
     found = devices.topology(chip)
     where = abstract.divided(((target, drafter), one._slots, *shapes), Mesh(found, ("model",)))
     run = jax.jit(lambda models, *rest: function(*models, *rest), donate_argnums=1)
