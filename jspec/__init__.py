@@ -44,8 +44,10 @@ if TYPE_CHECKING:
     from jspec.generation.complete import Completion, complete
     from jspec.generation.generate import generate, speculative_generate
     from jspec.generation.stream import stream
+    from jspec.models.live_weights import load_weights
     from jspec.models.llama import Llama
     from jspec.models.load import load
+    from jspec.models.lora import merge_lora
     from jspec.models.quantize import quantize
     from jspec.planning.plan import Plan, plan
     from jspec.training.train import train_drafter
@@ -101,6 +103,8 @@ __all__ = [
     "generate",
     "lengths",
     "load",
+    "load_weights",
+    "merge_lora",
     "online",
     "plan",
     "pretrained",
@@ -158,6 +162,8 @@ _HOMES = {
     "Typical": "jspec.acceptance.lossy",
     "demo_pair": "jspec.bundled.demo_pair",
     "load": "jspec.models.load",
+    "load_weights": "jspec.models.live_weights",
+    "merge_lora": "jspec.models.lora",
     "Plan": "jspec.planning.plan",
     "plan": "jspec.planning.plan",
     "pretrained": "jspec.bundled.pretrained",

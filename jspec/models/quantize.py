@@ -125,7 +125,7 @@ def quantize_matrix(
     if parts and all(part.format in (kind, "int4") for part in parts):
         set_parts(module, parts)
     elif format is None:
-        set_parts(module, [_quantized(_as_array(source), kind, name)])
+        set_parts(module, [quantized(_as_array(source), kind, name)])
     elif packed:
         set_parts(module, [quantized_part(part, format, bits, name) for part in packed])
     else:
@@ -137,7 +137,7 @@ def _as_array(source: _Source) -> Array:
     return jnp.asarray(source if isinstance(source, Array | np.ndarray) else widen(source).T)
 
 
-def _quantized(weight: Array, kind: str, name: str) -> QuantizedMatrix:
+def quantized(weight: Array, kind: str, name: str) -> QuantizedMatrix:
     """Return ``weight[in, out]`` quantised to `kind`.
 
     Raises:

@@ -105,6 +105,8 @@ def test_public_names_are_pinned():
         "generate",
         "lengths",
         "load",
+        "load_weights",
+        "merge_lora",
         "online",
         "plan",
         "pretrained",

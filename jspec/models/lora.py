@@ -1,0 +1,75 @@
+"""LoRA adapters, merged into a model's matrices."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jax import Array
+
+from convert import keymap
+from convert.lora import LoraUpdate, parse_adapter, read_adapter
+from jspec.models.array_layout import lay_out
+from jspec.models.layers import Embed, Linear, copy_tree
+from jspec.models.live_weights import Weight, as_array, check_writable, write_matrix
+from jspec.models.llama import Llama, matrices
+from jspec.models.matrix_parts import widen
+
+Adapter: TypeAlias = str | Path | Mapping[str, Weight]
+
+
+def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Llama:
+    """Return a copy of `model` with a LoRA adapter merged into its matrices: ``W + scale B A`` (Hu et al. 2021).
+
+    The sum is computed in float32. Each matrix keeps its dtype, devices and form, as in `jspec.load_weights`. The copy
+    shares all other weights with `model`, which stays unchanged, so that it can be merged with another adapter later.
+    Pass the copy to `jspec.engine.Engine.update` to use it in an engine.
+
+    Args:
+        model: the model that the adapter was trained for.
+        adapter: a directory or Hugging Face repo id of an adapter that PEFT has saved; or its tensors by PEFT's names,
+            such as "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", as PEFT's
+            `get_peft_model_state_dict` returns them.
+        alpha: for tensors, the `lora_alpha` of the adapter. The scale is alpha over the rank.
+
+    Raises:
+        convert.CheckpointError: the adapter belongs to a model of another configuration, needs more than LoRA, or is
+            damaged.
+        ValueError: `alpha` is missing or superfluous, or a matrix is packed in a format that jspec cannot write.
+    """
+    if isinstance(adapter, Mapping) is (alpha is None):
+        raise ValueError(
+            "alpha is required for an adapter's tensors, and is read from adapter_config.json for a folder; "
+            f"got alpha={alpha!r}."
+        )
+    updates = (
+        {name: _on_device(update) for name, update in parse_adapter(adapter, alpha, model.config).items()}
+        if isinstance(adapter, Mapping) and alpha is not None
+        else {name: _on_device(update) for name, update in read_adapter(str(adapter), model.config).items()}
+    )
+    model = copy_tree(model)
+    owners = matrices(model)
+    changed = [entry for entry in keymap.entries(model.config) if any(part.hf_name in updates for part in entry.parts)]
+    for entry in changed:
+        check_writable(owners[entry.name], entry.name)
+    for entry in changed:
+        write_matrix(owners[entry.name], _merged(owners[entry.name], entry, updates), entry.name)
+    lay_out(model)
+    return model
+
+
+def _on_device(update: LoraUpdate[Weight]) -> LoraUpdate[Array]:
+    return LoraUpdate(as_array(update.a), as_array(update.b), update.scale)
+
+
+def _merged(module: Linear | Embed, entry: keymap.Entry, updates: Mapping[str, LoraUpdate[Array]]) -> Array:
+    """Return the matrix of `module` as ``float32[out, in]``, with the updates of its parts added."""
+    weight = module.weight[...].T.astype(jnp.float32) if module.parts is None else widen(module.parts)
+    at = 0
+    for part in entry.parts:
+        if part.hf_name in updates:
+            update = updates[part.hf_name]
+            change = jnp.matmul(update.b.astype(jnp.float32), update.a.astype(jnp.float32), precision="highest")
+            weight = weight.at[at : at + part.rows].add(update.scale * change)
+        at += part.rows
+    return weight
