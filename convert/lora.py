@@ -18,16 +18,20 @@ from convert.safetensors_reader import scan
 from convert.source import resolve
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-# Fields that change nothing in how an adapter is merged. The tensors themselves show which modules it changes.
-_HARMLESS = {
-    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
-    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size"),
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+# Other initialisations, such as PiSSA and LoftQ, also change the base model's weights.
+_INITS = None, True, False, "gaussian", "eva", "orthogonal"
+# Fields that do not affect the merge. The tensors themselves show which modules the adapter changes.
+_IGNORED_FIELDS = {
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform"),
+    *("lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
     *("revision", "target_modules", "task_type"),
 }
-_UNSET: tuple[Json, ...] = None, False, [], {}
-_READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"}
+_EMPTY_VALUES: tuple[Json, ...] = None, False, [], {}
+_SUPPORTED_FIELDS = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights")
+}
 
 
 class Matrix(Protocol):
@@ -64,7 +68,10 @@ class _Scaling:
 
     def scale(self, module: str, rank: int) -> float:
         """Return alpha over the rank, or over its square root (Kalajdzievski 2023, rsLoRA)."""
-        keys = [key for key in self.alpha_pattern if re.fullmatch(rf"(.*\.)?({key})", module)]
+        try:
+            keys = [key for key in self.alpha_pattern if re.fullmatch(rf"(.*\.)?({key})", module)]
+        except re.error as error:
+            raise CheckpointError(f"{CONFIG} has an alpha_pattern that is no regular expression ({error}).") from error
         alpha = number(dict(self.alpha_pattern), keys[0]) if keys else self.alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -85,7 +92,7 @@ def read_adapter(source: str | Path, config: LlamaConfig) -> dict[str, LoraUpdat
         )
     scaling = _scaling(read_object(directory / CONFIG))
     arrays = {name: tensor.read_part(...) for name, tensor in scan(directory, WEIGHTS).items()}
-    return _paired(arrays, scaling, config, str(directory))
+    return _pair_tensors(arrays, scaling, config, str(directory))
 
 
 def parse_adapter(arrays: Mapping[str, _M], alpha: float, config: LlamaConfig) -> dict[str, LoraUpdate[_M]]:
@@ -98,27 +105,38 @@ def parse_adapter(arrays: Mapping[str, _M], alpha: float, config: LlamaConfig) -
     Raises:
         CheckpointError: under the same conditions as `read_adapter`.
     """
-    return _paired(arrays, _Scaling(alpha), config, "The adapter")
+    return _pair_tensors(arrays, _Scaling(alpha), config, "The adapter")
 
 
 def _scaling(raw: Fields) -> _Scaling:
     if raw.get("peft_type") != "LORA":
-        raise CheckpointError(f"{CONFIG} says peft_type {raw.get('peft_type')!r}; only LORA adapters can be merged.")
+        raise CheckpointError(f'{CONFIG} sets peft_type to {raw.get("peft_type")!r}; jspec can merge only "LORA".')
     if raw.get("bias", "none") != "none":
-        raise CheckpointError(f"{CONFIG} says bias {raw['bias']!r}; only adapters without biases can be merged.")
-    if others := [name for name, value in raw.items() if name not in _READ | _HARMLESS and value not in _UNSET]:
+        raise CheckpointError(f"{CONFIG} sets bias to {raw['bias']!r}; jspec can merge only adapters without biases.")
+    if raw.get("init_lora_weights") not in _INITS:
         raise CheckpointError(
-            f"{CONFIG} sets {listing(others)}, which jspec does not support; merge the adapter with PEFT's "
+            f"{CONFIG} sets init_lora_weights to {raw['init_lora_weights']!r}, which changes the base model, too; save "
+            "the adapter with PEFT's `path_initial_model_for_weight_conversion`."
+        )
+    if unsupported := [
+        name
+        for name, value in raw.items()
+        if name not in _SUPPORTED_FIELDS | _IGNORED_FIELDS and value not in _EMPTY_VALUES
+    ]:
+        raise CheckpointError(
+            f"{CONFIG} sets {listing(unsupported)}, which jspec does not support; merge the adapter with PEFT's "
             "`merge_and_unload`."
         )
     _ = integer(raw, "r")
     patterns = raw.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise CheckpointError(f"alpha_pattern is {patterns!r}; expected an object.")
+        raise CheckpointError(f"{CONFIG} sets alpha_pattern to {patterns!r}; expected an object.")
     return _Scaling(number(raw, "lora_alpha"), flag(raw, "use_rslora"), patterns)
 
 
-def _paired(arrays: Mapping[str, _M], scaling: _Scaling, config: LlamaConfig, source: str) -> dict[str, LoraUpdate[_M]]:
+def _pair_tensors(
+    arrays: Mapping[str, _M], scaling: _Scaling, config: LlamaConfig, source: str
+) -> dict[str, LoraUpdate[_M]]:
     """Return the pairs of tensors, after checking their names and shapes."""
     expected = {name: shape for name, shape in keymap.hf_shapes(config).items() if len(shape) == 2}
     sides: dict[str, dict[str, _M]] = {}
@@ -127,15 +145,19 @@ def _paired(arrays: Mapping[str, _M], scaling: _Scaling, config: LlamaConfig, so
         found = _NAME.fullmatch(name)
         if found is None or f"{found['module']}.weight" not in expected or found["module"].endswith("embed_tokens"):
             unknown.append(name)
+        elif found["side"] in (pair := sides.setdefault(found["module"], {})):
+            raise CheckpointError(f"{source} has lora_{found['side']} of {found['module']} twice; pass one adapter.")
         else:
-            sides.setdefault(found["module"], {})[found["side"]] = array
-    if unknown or not arrays:
+            pair[found["side"]] = array
+    if not arrays:
+        raise CheckpointError(f"{source} has no tensors; pass a LoRA adapter of a model with the same configuration.")
+    if unknown:
         raise CheckpointError(
-            f"{source} has {listing(unknown) or 'no tensors'}, which cannot be merged into this model; pass a LoRA "
-            "adapter of a model with the same configuration."
+            f"{source} has {listing(unknown)}, which this model cannot merge; pass a LoRA adapter of a model with the "
+            "same configuration."
         )
-    if single := [module for module, pair in sides.items() if len(pair) == 1]:
-        raise CheckpointError(f"{source} lacks lora_A or lora_B of {listing(single)}; pass the whole adapter.")
+    if unpaired := [module for module, pair in sides.items() if len(pair) == 1]:
+        raise CheckpointError(f"{source} lacks lora_A or lora_B for {listing(unpaired)}; pass the whole adapter.")
     updates: dict[str, LoraUpdate[_M]] = {}
     for module, pair in sides.items():
         rank = _rank(module, pair["A"], pair["B"], expected[f"{module}.weight"])

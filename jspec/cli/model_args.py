@@ -32,7 +32,10 @@ _TREES = "pass", "several"  # head kinds that are trained for one tree
 
 
 class Precision(NamedTuple):
-    """The precision of target and draft. See `jspec.load`. `draft_quantize` applies to draft models."""
+    """The precision of target and draft. See `jspec.load`.
+
+    `quantize` applies to the target, and `draft_quantize` to a draft model.
+    """
 
     dtype: str | None = None
     quantize: str | None = None
@@ -100,17 +103,16 @@ class Sources:
         """Return the precision that the options select.
 
         Raises:
-            UsageError: the draft is not a model, so that it cannot be quantised.
+            UsageError: `draft_quantize` is set, but the draft is not a model.
         """
         if draft_quantize is not None and (not is_model(self.draft) or head_kind(self.draft)):
             raise UsageError(
-                f"--draft-quantize needs a draft that is a model, or lookup+SRC with a model; {self.draft} has no "
-                "weights to quantise. Leave it out."
+                f"--draft-quantize needs a draft model, and {self.name} is none; leave out --draft-quantize."
             )
         return Precision(dtype, quantize, int(activation_bits), draft_quantize or quantize)
 
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
-        """Return the target and its drafter, if any. `precision` applies to both, but only `dtype` applies to heads."""
+        """Return the target and its drafter, if any. Of `precision`, only `dtype` applies to heads."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
 

@@ -111,8 +111,7 @@ DraftQuantize = Annotated[
     str | None,
     choice(
         "--draft-quantize",
-        "Quantise only the weights of the draft model, which does not change the output's distribution "
-        "[default: --quantize].",
+        "Quantise the draft model. This does not change the output's distribution [default: the value of --quantize].",
         "int8",
         "int4",
     ),

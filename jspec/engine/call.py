@@ -1,4 +1,4 @@
-"""A device call that is running."""
+"""A dispatched device call whose output has not been collected."""
 
 import dataclasses
 from typing import TypeAlias

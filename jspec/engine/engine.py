@@ -26,7 +26,7 @@ from jspec.engine.request import Request, Result
 from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest
-from jspec.engine.slots import Sizes, Variant
+from jspec.engine.slots import AnyDrafter, Sizes, Variant
 from jspec.engine.validate_request import check_request
 from jspec.engine.warmup import warm_up
 from jspec.engine.weights import Running, Update
@@ -56,7 +56,8 @@ class Engine:
         read_tokens: the approximate number of prompt tokens to prefill between two calls while other requests decode.
         rounds: the maximum number of rounds in one call. New requests can start only between calls.
         call_seconds: the target duration of a call, in seconds. The engine chooses the number of rounds to match.
-        journal: whether to record `device.commands`, so that the engine's work can be replayed.
+        journal: whether to record `device.commands`, so that the engine's work can be replayed. The record holds the
+            weights of every update.
 
     Raises:
         ValueError, TypeError: the arguments are invalid (see `jspec.speculative_generate`), or there is not enough
@@ -90,11 +91,11 @@ class Engine:
         chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
         num_top = min(_MAX_TOP, target.config.vocab_size)
         sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.small_batches(target, slots))
-        self._target, self._drafter, self._num_draft_tokens = target, drafter, lengths[-1] or None
+        self._num_draft_tokens = lengths[-1] or None
         self._sizes, self._max_waiting = sizes, max_waiting
         with explicit_transfers():
             self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
-        self._check(Request((0,), 1))  # validates the models
+        self._check(Request((0,), 1), target, drafter)  # validates the models
         arguments.check_one_device((target, drafter))
         check_memory(target, drafter, sizes)
         self.device = Runner(target, drafter, rule, sizes, journal)
@@ -154,39 +155,39 @@ class Engine:
     ) -> None:
         """Use new weights, without compiling anything. Block until they are in use.
 
-        New requests wait meanwhile. With new weights of the target, the engine forgets all prefixes that it could
-        reuse. If only the draft's weights change, running requests continue, because the output distribution does not
-        depend on them.
+        Requests that arrive during the update wait for it. If the target's weights change, the engine forgets all
+        prefixes. If only the draft's weights change, running requests continue: under an exact rule, the output
+        distribution does not depend on the draft.
 
         Args:
             target: a model that differs from the engine's only in its weights; None for the engine's own target, whose
                 weights may have changed in place. The engine does not copy arrays.
-            draft: likewise, for the draft model or drafter.
+            draft: the same for the draft model or drafter.
             running: what happens to running requests if the target's weights change. "finish" first finishes them with
-                the old weights. "restart" discards their output and starts again. "abort" cancels them.
+                the old weights. "restart" discards their output, counts this in `Result.restarts`, and starts them
+                again. "abort" cancels them.
 
         Raises:
             ValueError: `running` is unknown, or a model differs in more than its weights.
             RuntimeError: weights were deleted, the engine is closed, another update is waiting, or a listener called
                 this method.
         """
-        target = self.device.target if target is None else target
-        drafter = self.device.drafter if draft is None else as_drafter(draft)
-        self.device.check_replacement(target, drafter)
-        update = Update(target, drafter, self.device.changes_target(target), running)
+        update = Update(target, None if draft is None else as_drafter(draft), running)
+        self.device.models.replacement(update.target, update.drafter)  # raises errors at once
         if threading.current_thread() is self._thread:
-            raise RuntimeError("A listener cannot update its engine, because the update waits for it; use a thread.")
+            raise RuntimeError(
+                "A listener cannot call update(), which would wait for the listener; call it in another thread."
+            )
         with self._wake:
             if self._closing:
                 raise RuntimeError("The engine is closed; create a new one from the new weights.")
             if self._loop.update is not None:
-                raise RuntimeError("Another update of this engine is waiting for running requests; wait for it first.")
+                raise RuntimeError("Another update of this engine has not finished; wait until it returns.")
             self._loop.update = update
             self._wake.notify()
         while self._thread is None and not update.done.is_set():
             self._loop.turn()
         update.wait()
-        self._target, self._drafter = target, drafter
 
     def submit(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.
@@ -312,11 +313,11 @@ class Engine:
     def _make_active(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         if self._loop.update is None:
             self.device.check_weights()
-        self._check(request)
-        return ActiveRequest(request, request.row(self._sizes.eos_ids, self._target.config.vocab_size), listen)
+        self._check(request, self.device.target, self.device.drafter)
+        return ActiveRequest(request, request.row(self._sizes.eos_ids, self.device.target.config.vocab_size), listen)
 
-    def _check(self, request: Request) -> None:
-        check_request(request, self._any_key, self._target, self._drafter, self._num_draft_tokens, self._sizes)
+    def _check(self, request: Request, target: Llama, drafter: AnyDrafter | None) -> None:
+        check_request(request, self._any_key, target, drafter, self._num_draft_tokens, self._sizes)
 
     def _run(self) -> None:
         while True:

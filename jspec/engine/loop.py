@@ -1,5 +1,6 @@
 """The host's loop between device calls. It runs in one thread and never waits for sockets."""
 
+import contextlib
 import itertools
 import logging
 from collections import deque
@@ -15,7 +16,7 @@ from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest, Scheduler, no_listener
 from jspec.engine.slot_output import SlotOutput, unpack
 from jspec.engine.slots import Variant
-from jspec.engine.weights import Update
+from jspec.engine.weights import Running, Update
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 5  # failures that end a request if it ran alone in the last one; 3 times as many in a row end all requests
@@ -64,43 +65,58 @@ class Loop:
     def turn(self) -> None:
         """Run one iteration: admit, prefill, decode, and deliver the output of the previous call."""
         try:
-            if self.update is not None and not self._waits_for_running(self.update):
-                self._apply(self.update)
+            self._try_update()
             self._turn()
         except Exception as error:
             self.recover(error)
 
-    def _waits_for_running(self, update: Update) -> bool:
-        """Return whether requests that have begun must finish before the update."""
-        return update.waits and bool(self._in_flight or self.running_requests or self._next_has_begun())
+    def _try_update(self) -> None:
+        """Apply a pending update, unless running requests must finish first. Afterwards, the update is done."""
+        update = self.update
+        if update is None:
+            return
+        try:
+            models = self._runner.models.replacement(update.target, update.drafter)
+        except Exception as error:  # the engine keeps the old weights
+            return self._end(update, error)
+        changes_target = self._runner.models.has_other_target(models)
+        if changes_target and update.running == "finish" and self._has_begun_requests():
+            return
+        try:
+            if changes_target:
+                self._stop_requests(update.running)
+            self._runner.replace_weights(models)
+            if changes_target:
+                self._runner.reset()  # the slots' states depend on the old weights
+        except BaseException as error:
+            self._end(update, error)
+            raise
+        self._end(update, None)
+
+    def _end(self, update: Update, error: BaseException | None) -> None:
+        self.update, update.error = None, error
+        update.done.set()
+
+    def _has_begun_requests(self) -> bool:
+        return bool(self._in_flight or self.running_requests or self._next_has_begun())
 
     def _next_has_begun(self) -> bool:
         """Return whether the next request in the queue had a slot before. A failed call puts such requests first."""
         return bool(self._scheduler.waiting) and self._scheduler.waiting[0].assigned_at is not None
 
-    def _apply(self, update: Update) -> None:
-        """Replace the weights. If those of the target change, empty the slots, whose states depend on them."""
-        self.update = None
-        try:
-            if not update.has_target:
-                self._runner.replace_weights(update.target, update.drafter)
-                return
+    def _stop_requests(self, running: Running) -> None:
+        """Empty the slots. Restart or cancel all requests that have begun."""
+        with contextlib.suppress(Exception):  # the output of running calls is not needed
             self._runner.wait()
-            running, waiting = self._empty()
-            self._runner.replace_weights(update.target, update.drafter)
-            self._runner.reset()
-            for active in running:
-                if update.running == "restart":
-                    active.restart()
-                    self._scheduler.submit(active)
-                else:
-                    self._retire(active, "cancelled")
-            self._scheduler.waiting.extend(waiting)
-        except Exception as error:
-            update.error = error
-            raise
-        finally:
-            update.done.set()
+        active_requests = itertools.chain(*self._empty())
+        for active in active_requests:
+            if active.assigned_at is None:
+                self._scheduler.submit(active)
+            elif running == "restart" and not (active.cancelled or self.cancel_all):
+                self._scheduler.submit(active)
+                active.restart()
+            else:
+                self._retire(active, "cancelled")
 
     def _turn(self) -> None:
         compile_seconds = self._runner.compile_seconds
@@ -305,7 +321,8 @@ class Loop:
             self._failures = 0
         # First queue the requests that must be tried alone, while no slot is taken.
         for active in sorted([*running, *waiting], key=lambda active: -active.failures):
-            if all_fail or (active in running and (one_fails or active.request.key is None)):
+            may_succeed = self.update is not None and active.assigned_at is None  # with the new weights
+            if (all_fail and not may_succeed) or (active in running and (one_fails or active.request.key is None)):
                 self.fail(active, f"{type(error).__name__}: {error}")
             else:
                 self._scheduler.submit(active)

@@ -7,7 +7,7 @@ from jspec.engine.scheduler import ActiveRequest, Scheduler
 
 
 class Prefill:
-    """The prefill of an engine's requests.
+    """Prefills an engine's requests between calls.
 
     Args:
         tokens: the approximate number of tokens to prefill between two calls.

@@ -22,7 +22,7 @@ Key: TypeAlias = tuple[str, *tuple[int, ...]]  # a program's name and its static
 def function_and_inputs(
     key: Key, slot_shapes: Slots, rule: Rule, sizes: Sizes, vocab_size: int
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-    """Return a function that takes models, slots and other arguments, and the shapes of these other arguments."""
+    """Return a program's function, and the shapes of the arguments that follow its models and slots."""
     number, (name, *options) = Number(0), key
     if name == "assign_slot":
         row = jax.eval_shape(get_row, slot_shapes.params, number)

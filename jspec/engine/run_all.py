@@ -1,4 +1,4 @@
-"""Decoding of many requests at once, for `jspec.engine.Engine.generate`."""
+"""Queueing of many requests, and the wait until all end."""
 
 import queue
 import time
@@ -15,10 +15,10 @@ def run_all(
     enqueue: Callable[[ActiveRequest], None],
     cancel: Callable[[ActiveRequest], None],
 ) -> None:
-    """Queue all requests, as many at a time as fit, and wait until they have ended. Cancel them after an exception.
+    """Queue all requests, as many at a time as fit, and wait until they end. After an exception, cancel all requests.
 
     Args:
-        ended: a queue that gets an entry whenever one of the requests ends.
+        ended: a queue that receives the result of each request that ends.
         enqueue: a function that queues a request, or raises queue.Full.
         cancel: a function that cancels a request.
     """

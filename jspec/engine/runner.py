@@ -24,7 +24,7 @@ from jspec.engine.program_inputs import CallLimits, TextPiece
 from jspec.engine.program_table import Key, Number, function_and_inputs
 from jspec.engine.slot_output import Packed, Piece, Scores
 from jspec.engine.slots import AnyDrafter, Bools, Ints, Sizes, Slots, Variant, empty_slots
-from jspec.engine.weights import check_exist, check_replacement, check_unchanged
+from jspec.engine.weights import Models, check_exist, check_unchanged
 from jspec.models.llama import Llama
 
 _Rows: TypeAlias = Sequence[int] | None  # the slots that a call runs; None for all
@@ -53,14 +53,15 @@ class Runner:
     """
 
     def __init__(self, target: Llama, drafter: AnyDrafter | None, rule: Rule, sizes: Sizes, journal: bool = False):
-        self.sizes, self.target, self.drafter, self.rule = sizes, target, drafter, rule
+        self.sizes, self.rule = sizes, rule
         self.reads_separately, self.positions = programs.reads_separately(drafter), sizes.positions(drafter)
         self.costs = dict.fromkeys(sizes.chunks, 1.0)
         self._vocab_size = target.config.vocab_size
         self.constraints = Constraints(self._vocab_size)
         self.commands: list[tuple[str, tuple[object, ...]]] | None = [] if journal else None
         # Keep the weights flat, because models are deep pytrees, which every call would flatten again.
-        self._weights, self._structure = cast(tuple[list[object], Hashable], jax.tree.flatten((target, drafter)))
+        self._structure = cast(Hashable, jax.tree.structure((target, drafter)))
+        self._models = Models.of(target, drafter)
         shapes = tuple((jax.typeof(x), *(x.devices() if isinstance(x, jax.Array) else ())) for x in self._weights)
         self._programs = _programs(self._structure, shapes, rule, sizes)
         self._deferred: list[Key] = []
@@ -78,26 +79,34 @@ class Runner:
         check_exist(self._weights)
         self._run("reset")
 
-    def check_replacement(self, target: Llama, drafter: AnyDrafter | None) -> None:
-        """Raise ValueError or RuntimeError unless the programs can read the weights of these models."""
-        check_exist(jax.tree.leaves((target, drafter)))
-        for name, new, old in zip(("target", "draft"), (target, drafter), self._models(self._weights), strict=True):
-            check_replacement(name, new, old)
+    @property
+    def target(self) -> Llama:
+        """The model that holds the target's weights."""
+        return self._models.target
 
-    def changes_target(self, target: Llama) -> bool:
-        """Return whether `target` holds other arrays than those that the programs read as the target's."""
-        return any(new is not old for new, old in zip(jax.tree.leaves(target), self._weights, strict=False))
+    @property
+    def drafter(self) -> AnyDrafter | None:
+        """The drafter that holds the draft's weights, or None."""
+        return self._models.drafter
 
-    def replace_weights(self, target: Llama, drafter: AnyDrafter | None) -> None:
-        """Read the weights of these models from now on. See `check_replacement`."""
-        self.target, self.drafter = target, drafter
-        self._run("replace_weights", jax.tree.leaves((target, drafter)))
+    @property
+    def _weights(self) -> list[object]:
+        return self._models.weights
+
+    @property
+    def models(self) -> Models:
+        """The models, with the weights that the programs read."""
+        return self._models
+
+    def replace_weights(self, models: Models) -> None:
+        """Make the programs read the weights of these models, from `Models.replacement`."""
+        self._run("replace_weights", models)
 
     def check_weights(self) -> None:
         """Raise RuntimeError unless the models still hold the weights that the programs read."""
-        check_unchanged(self.target, self.drafter, self._weights)
+        check_unchanged(self._models)
 
-    def _models(self, weights: Sequence[object]) -> tuple[Llama, AnyDrafter | None]:
+    def _unflatten(self, weights: Sequence[object]) -> tuple[Llama, AnyDrafter | None]:
         return jax.tree.unflatten(self._structure, weights)
 
     def constrain(self, make: Constraint | None) -> int:
@@ -212,8 +221,8 @@ class Runner:
         self._slots = cast(Slots, None)  # free the old slots first, because there may not be room for both
         self._slots = self._program("empty")(self._weights)
 
-    def _replace_weights(self, weights: list[object]) -> None:
-        self._weights = weights
+    def _replace_weights(self, models: Models) -> None:
+        self._models = models
 
     def _constrain(self, make: Constraint) -> int:
         return self.constraints.add(make)
@@ -327,11 +336,11 @@ class Runner:
     def _lowered(self, key: Key) -> jax.stages.Lowered:
         """Lower a program that takes flat weights, donated slots and other arguments, or one that creates the slots."""
         if key == ("empty",):
-            return jax.jit(lambda weights: empty_slots(*self._models(weights), self.sizes)).lower(self._weights)
+            return jax.jit(lambda weights: empty_slots(*self._unflatten(weights), self.sizes)).lower(self._weights)
         function, shapes = function_and_inputs(key, self._slot_shapes, self.rule, self.sizes, self._vocab_size)
 
         def program(weights: Sequence[object], slots: Slots, *others: PyTree) -> PyTree:
-            return function(*self._models(weights), slots, *others)
+            return function(*self._unflatten(weights), slots, *others)
 
         arguments = self._weights, self._slot_shapes, *shapes
         if key[2:3] == (Variant.CONSTRAINED,):  # constrained programs call back to this process

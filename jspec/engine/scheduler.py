@@ -117,9 +117,10 @@ class ActiveRequest:
         self.draft_lengths += draft_lengths
 
     def restart(self) -> None:
-        """Discard the output, as if the request had just arrived. The result stays the same object."""
-        vars(self.result).update(vars(Result()))
+        """Discard the output. The result stays the same object, and `assigned_at` keeps its value."""
+        vars(self.result).update(vars(Result(restarts=self.result.restarts + 1)))
         self.draft_lengths = []
+        self.notify()
 
     @property
     def is_prefilled(self) -> bool:

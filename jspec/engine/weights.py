@@ -1,17 +1,75 @@
-"""The weights that an engine's programs read: checks that the models still hold them, and their replacement."""
+"""The weights that an engine's programs read: checks of these weights, and their updates."""
 
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, Protocol, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
-from jspec.core.types import PyTree
+from jspec.engine.slots import AnyDrafter
+from jspec.models.llama import Llama
 
-_Leaves: TypeAlias = list[tuple[tuple[object, ...], object]]
+_Paths: TypeAlias = list[tuple[tuple[object, ...], object]]
+
+
+class _Structure(Protocol):
+    """A tree structure."""
+
+    @property
+    def num_leaves(self) -> int: ...
+
+
+_Flat: TypeAlias = tuple[list[object], _Structure]
 Running: TypeAlias = Literal["finish", "restart", "abort"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Models:
+    """Models, and the weights that programs read.
+
+    Attributes:
+        structures: the tree structures of target and drafter.
+        weights: the leaves of target and drafter, with which the programs run even if the models change.
+    """
+
+    target: Llama
+    drafter: AnyDrafter | None
+    structures: tuple[_Structure, _Structure]
+    weights: list[object]
+
+    @classmethod
+    def of(cls, target: Llama, drafter: AnyDrafter | None) -> "Models":
+        """Return models with their current weights."""
+        parts = [cast(_Flat, jax.tree.flatten(model)) for model in (target, drafter)]
+        return cls(target, drafter, (parts[0][1], parts[1][1]), [*parts[0][0], *parts[1][0]])
+
+    @property
+    def by_name(self) -> dict[str, tuple[_Structure, list[object]]]:
+        """The structure and weights of the target and of the draft."""
+        count = self.structures[0].num_leaves
+        parts = self.weights[:count], self.weights[count:]
+        return dict(zip(("target", "draft"), zip(self.structures, parts, strict=True), strict=True))
+
+    def replacement(self, target: Llama | None, drafter: AnyDrafter | None) -> "Models":
+        """Return models with their current weights. None stands for one of these models.
+
+        Raises:
+            ValueError: a model differs from these models in more than its weights.
+            RuntimeError: weights were deleted.
+        """
+        new = Models.of(self.target if target is None else target, self.drafter if drafter is None else drafter)
+        check_exist(new.weights)
+        for name, (structure, weights) in new.by_name.items():
+            _check_replacement(name, (structure, weights), self.by_name[name])
+        return dataclasses.replace(new, weights=in_layouts_of(new.weights, self.weights))
+
+    def has_other_target(self, models: "Models") -> bool:
+        """Return whether the target's arrays in `models` differ from those of these models."""
+        pairs = zip(models.by_name["target"][1], self.by_name["target"][1], strict=True)
+        return any(new is not old for new, old in pairs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,19 +77,17 @@ class Update:
     """New weights for an engine.
 
     Attributes:
-        target, drafter: the models that hold the new weights.
-        has_target: whether the target's weights change.
-        running: what happens to running requests if they do. See `jspec.engine.Engine.update`.
+        target, drafter: the models that hold the new weights; None for the engine's own.
+        running: what happens to running requests if the target's weights change. See `jspec.engine.Engine.update`.
         done: an event that is set when the weights are in use, or when the update has failed.
         error: the error that made the update fail.
     """
 
-    target: PyTree
-    drafter: PyTree
-    has_target: bool
+    target: Llama | None
+    drafter: AnyDrafter | None
     running: Running
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def __post_init__(self) -> None:
         if self.running not in get_args(Running):
@@ -43,33 +99,30 @@ class Update:
         if self.error is not None:
             raise self.error
 
-    @property
-    def waits(self) -> bool:
-        """Whether running requests finish before the update."""
-        return self.has_target and self.running == "finish"
 
-
-def check_replacement(name: str, new: PyTree, old: PyTree) -> None:
-    """Raise ValueError unless the programs that were compiled for the model `old` can read the weights of `new`.
+def _check_replacement(name: str, new: tuple[_Structure, list[object]], old: tuple[_Structure, list[object]]) -> None:
+    """Raise ValueError unless the programs that read the weights of a model can read those of another model.
 
     Args:
         name: the name of the model in messages.
+        new, old: the structures and weights of the other model and of the model.
     """
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    structure, weights = new
+    if structure != old[0]:
         raise ValueError(
             f"The new {name} differs from the engine's in more than its weights: in its class, its configuration, its "
             "dtype or how it is packed or quantised; create a new Engine for it."
         )
-    weights = cast(list[object], jax.tree.leaves(old))
-    for (path, leaf), weight in zip(cast(_Leaves, jax.tree.leaves_with_path(new)), weights, strict=True):
-        if not _have_one_type(leaf, weight):
+    paths = cast(_Paths, jax.tree.leaves_with_path(jax.tree.unflatten(structure, weights)))
+    for (path, leaf), weight in zip(paths, old[1], strict=True):
+        if not _is_compatible(leaf, weight):
             raise ValueError(
                 f"The new {name} has {_described(leaf)} at {jax.tree_util.keystr(path)}, where the engine's programs "
                 f"read {_described(weight)}; pass weights of the same type on the same device."
             )
 
 
-def _have_one_type(leaf: object, weight: object) -> bool:
+def _is_compatible(leaf: object, weight: object) -> bool:
     """Return whether a program that reads `weight` can read `leaf`. `weight` may be deleted."""
     if not (isinstance(leaf, jax.Array) and isinstance(weight, jax.Array)):
         return leaf is weight
@@ -83,23 +136,37 @@ def _described(leaf: object) -> str:
     return f"{jax.typeof(leaf)} on {', '.join(sorted(map(str, devices)))}"
 
 
-def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> None:
+def in_layouts_of(new: Sequence[object], old: Sequence[object]) -> list[object]:
+    """Return the arrays `new`, moved to the memory layouts of `old` where these differ, as programs require.
+
+    `jspec.models.array_layout` gives an embedding on a TPU a layout that an array from a training step does not have.
+    """
+
+    def moved(array: object, like: object) -> object:
+        if not (isinstance(array, jax.Array) and isinstance(like, jax.Array)):
+            return array
+        layout = _format(like).layout
+        return array if _format(array).layout == layout else jax.device_put(array, Format(layout, array.sharding))
+
+    return [moved(*pair) for pair in zip(new, old, strict=True)]
+
+
+def _format(array: jax.Array) -> Format:
+    return cast(Format, array.format)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_unchanged(models: Models) -> None:
     """Raise RuntimeError unless the models still hold the weights that an engine reads, and the weights exist.
 
-    An engine reads the arrays that it was created with, and its slots hold states computed from them. After an update,
-    the engine would silently decode with the old weights.
+    An engine reads the arrays of its creation or of its last `update`, and its slots hold states computed from them. If
+    the models change, the engine would silently decode with the old weights.
 
-    Replacing arrays with equal copies does not count as an update, because `flax.nnx.jit` puts new arrays into every
-    model passed to it. The copies replace the originals in `weights`, so that they are compared only once and memory
-    holds one set.
-
-    Args:
-        target: the model.
-        drafter: the drafter, or None.
-        weights: the leaves of ``(target, drafter)`` when the engine was created.
+    Replacing arrays with equal copies does not count as a change, because `flax.nnx.jit` puts new arrays into every
+    model passed to it. The copies replace the originals in ``models.weights``, so that they are compared only once and
+    memory holds one set.
     """
-    start = 0
-    for name, model in (("target", target), ("draft", drafter)):
+    start, weights = 0, models.weights
+    for name, model in (("target", models.target), ("draft", models.drafter)):
         leaves = jax.tree.leaves(model)
         end = start + len(leaves)
         if not _are_equal(leaves, weights[start:end]):
@@ -107,7 +174,7 @@ def check_unchanged(target: PyTree, drafter: PyTree, weights: list[object]) -> N
                 f"The weights of the {name} have changed, but the engine still has the old ones; call the engine's "
                 "update() to use the current weights, or create a new Engine."
             )
-        weights[start:end] = leaves
+        weights[start:end] = in_layouts_of(leaves, weights[start:end])
         start = end
     check_exist(weights)
 
@@ -137,6 +204,6 @@ def check_exist(weights: Sequence[object]) -> None:
     """Raise RuntimeError if a weight was deleted: a jitted step deletes the arrays that are donated to it."""
     if any(isinstance(weight, jax.Array) and weight.is_deleted() for weight in weights):
         raise RuntimeError(
-            "Weights of this engine were deleted: a jitted step deletes the arrays that are donated to it; "
-            "call the engine's update() with weights that exist, or create a new Engine."
+            "Weights were deleted: a jitted step deletes the arrays that are donated to it; pass models whose arrays "
+            "still exist to the engine's update(), or create a new Engine."
         )

@@ -1,4 +1,4 @@
-"""New weights for a model in memory, by their Hugging Face names."""
+"""Replacement of a model's weights in memory, by Hugging Face names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias, cast
@@ -13,7 +13,7 @@ from jax import Array
 from convert import keymap
 from convert.blocks import from_array
 from convert.config import LlamaConfig
-from convert.errors import listing
+from convert.errors import brief, listing
 from jspec.models.array_layout import lay_out
 from jspec.models.groups import quantized_matrix
 from jspec.models.layers import Embed, Linear
@@ -22,6 +22,7 @@ from jspec.models.packed import PackedMatrix
 from jspec.models.quantize import quantized
 
 _FLOATS = {"BF16": jnp.bfloat16, "F16": jnp.float16}
+_DTYPES = "float32", "bfloat16", "float16", "float64"
 _WRITABLE = (*_FLOATS, "Q8_0", "Q4_1", "int8", "int4")
 
 
@@ -43,45 +44,54 @@ Weight: TypeAlias = Array | np.ndarray | DLPackTensor
 def load_weights(model: Llama, arrays: Mapping[str, Weight]) -> None:
     """Replace all weights of `model` in place.
 
-    Each weight keeps its dtype, devices and form, so compiled programs remain valid. Values are rounded to the dtype.
+    Each weight keeps its dtype and its devices, so compiled programs remain valid. Values are rounded to the dtype.
     Fused projections are assembled, and matrices that are packed or quantised are packed or quantised again. If the
     model belongs to a `jspec.engine.Engine`, call its `update` method afterwards.
 
     Args:
-        model: any Llama.
-        arrays: a weight ``[out, in]`` for each Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
-            NumPy arrays, JAX arrays and all tensors that support DLPack are accepted, so a PyTorch module's
-            `state_dict` is, too. If the model uses its embedding as the output head, "lm_head.weight" is optional, and
-            must equal the embedding.
+        model: the model to update, with its whole vocabulary.
+        arrays: a weight ``[out, in]`` for each Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight". The
+            values may be NumPy arrays, JAX arrays or tensors that support DLPack, such as those of a PyTorch
+            `state_dict()`. If the model uses its embedding as the output head, "lm_head.weight" is optional; if given,
+            it must equal the embedding.
 
     Raises:
-        ValueError: the model's vocabulary is reduced; names are missing or unknown; a weight has another shape, is not
-            floating-point, or does not fit the dtype; the head and the embedding differ; or a matrix is packed in a
-            format that jspec cannot write. The model is unchanged, unless a value does not fit.
+        ValueError: the model's vocabulary is reduced; names are missing or unknown; a weight has the wrong shape, is
+            not in a common floating-point dtype, is traced, cannot be read, or does not fit the model's dtype; the head
+            and the embedding differ; or a matrix is packed in a format that jspec cannot write. If a value does not
+            fit, the model may be partly updated; otherwise it is unchanged.
     """
-    if model.head.num_tokens != model.config.vocab_size:
-        raise ValueError(
-            "The model's output head holds only some tokens; load the weights into the original model, and reduce its "
-            "vocabulary again."
-        )
+    check_whole_vocabulary(model)
     _check(arrays, model.config)
+    arrays = {name: as_array(name, value) for name, value in arrays.items()}
     owners, leaves = matrices(model), leaves_by_name(model)
     for name, module in owners.items():
         check_writable(module, name)
     for entry in keymap.entries(model.config):
-        parts = [as_array(arrays[part.hf_name]) for part in entry.parts]
-        array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        parts = [arrays[part.hf_name] for part in entry.parts]
+        # A copy, because the caller may change or delete the memory of a single array.
+        array = jnp.concatenate(parts) if len(parts) > 1 else jnp.array(parts[0], copy=True)
         if entry.name in owners:
             write_matrix(owners[entry.name], array, entry.name)
         else:
             write(leaves[entry.name], array, entry.name)
     lay_out(model)
+    # Wait for the copies, because the caller may change the memory of a tensor at any time.
+    jax.block_until_ready([leaf[...] for leaf in leaves_by_name(model).values()])
 
 
 def leaves_by_name(model: Llama) -> dict[str, nnx.Variable[Array]]:
     """Return the weights of `model` by jspec's names for them."""
     state = cast("list[tuple[tuple[object, ...], nnx.Variable[Array]]]", nnx.to_flat_state(nnx.state(model)))
     return {".".join(map(str, path)): leaf for path, leaf in state}
+
+
+def check_whole_vocabulary(model: Llama) -> None:
+    """Raise ValueError if the output head of `model` was replaced, as in a drafter with a reduced vocabulary."""
+    if (model.lm_head is None) != model.config.tie_word_embeddings or model.head.num_tokens != model.config.vocab_size:
+        raise ValueError(
+            "The model's output head holds only some tokens; use the original model, and reduce its vocabulary again."
+        )
 
 
 def check_writable(module: Linear | Embed, name: str) -> None:
@@ -94,17 +104,17 @@ def check_writable(module: Linear | Embed, name: str) -> None:
 
 
 def write_matrix(module: Linear | Embed, weight: Array, name: str) -> None:
-    """Replace the matrix of `module` by ``weight[out, in]``, in the same form.
+    """Replace the matrix of `module` with ``weight[out, in]``, packed or quantised as before.
 
     Raises:
-        ValueError: a value does not fit the form.
+        ValueError: a value does not fit the dtype, or cannot be quantised.
     """
     if module.parts is None:
         return write(module.weight, weight.T, name)
-    at = 0
+    first_row = 0
     for part in module.parts:
-        rows = weight[at : at + part.out_size]
-        at += part.out_size
+        rows = weight[first_row : first_row + part.out_size]
+        first_row += part.out_size
         if not isinstance(part, PackedMatrix):
             codes = quantized(rows.T, part.format, name)
             write(part.codes, codes.codes[...], name)
@@ -113,30 +123,27 @@ def write_matrix(module: Linear | Embed, weight: Array, name: str) -> None:
             (stored,) = from_array(np.asarray(_cast(rows, _FLOATS[part.format], name)))
             write(part.tiles, jax.device_put(stored.tiles), name)
         else:
-            again = quantized_matrix(np.asarray(rows), part.format, part.activation_bits, name)
-            write(part.tiles, again.tiles[...], name)
+            requantized = quantized_matrix(np.asarray(rows), part.format, part.activation_bits, name)
+            write(part.tiles, requantized.tiles[...], name)
     return None
 
 
 def write(leaf: nnx.Variable[Array], array: Array, name: str) -> None:
-    """Replace the value of `leaf` by `array`, with the same dtype and on the same devices."""
+    """Replace the value of `leaf` with `array`, in the same dtype and on the same devices."""
     old = leaf[...]
     array = _cast(array, old.dtype, name)
-    if not _is_traced(array) and not _is_traced(old) and array.sharding != old.sharding:
+    if array.sharding != old.sharding:
         array = jax.device_put(array, old.sharding)
     leaf.set_value(array)
 
 
-def _is_traced(array: Array) -> bool:
-    return isinstance(array, jax.core.Tracer)
-
-
 def _cast(array: Array, dtype: jnp.dtype, name: str) -> Array:
-    """Return `array` in `dtype`. Raise ValueError if a finite value becomes infinite."""
+    """Return `array` in `dtype`. Raise ValueError if a finite value exceeds float16."""
     found = array.astype(dtype)
-    narrows = array.dtype != dtype and dtype == jnp.float16
-    if narrows and not _is_traced(array) and bool((jnp.isinf(found) & jnp.isfinite(array)).any()):
-        raise ValueError(f"{name} has values that float16 cannot hold; load the model in another dtype.")
+    if array.dtype != dtype and dtype == jnp.float16 and bool((jnp.isinf(found) & jnp.isfinite(array)).any()):
+        raise ValueError(
+            f'{name} has values that float16 cannot hold; load the model with dtype="float32" and packed=False.'
+        )
     return found
 
 
@@ -155,19 +162,29 @@ def _check(arrays: Mapping[str, Weight], config: LlamaConfig) -> None:
     if wrong := [f"{name} {list(found[name])}" for name in expected if found[name] != expected[name]]:
         name = wrong[0].split(" ")[0]
         raise ValueError(
-            f"The weights have unexpected shapes: {listing(wrong)}. The model has {name} {list(expected[name])}; pass "
-            "weights of the same model, as [out, in]."
+            f"The weights have unexpected shapes: {listing(wrong)}. In the model, {name} has shape "
+            f"{list(expected[name])}; pass the same model's weights as [out, in]."
         )
-    if integers := [name for name in expected if "float" not in str(arrays[name].dtype)]:
-        raise ValueError(f"The weights {listing(integers)} are not floating-point; dequantise them first.")
-    pair = [as_array(arrays[name]) for name in (keymap.HEAD, keymap.EMBEDDING) if has_tied_head]
-    if pair and not bool(jnp.array_equal(pair[0], pair[1])):
+    if others := [name for name in expected if str(arrays[name].dtype).removeprefix("torch.") not in _DTYPES]:
+        raise ValueError(
+            f"The weights {listing(others)} have the dtype {arrays[others[0]].dtype}; expected one of "
+            f"{', '.join(_DTYPES)}, so dequantise them first."
+        )
+    if traced := [name for name in expected if isinstance(arrays[name], jax.core.Tracer)]:
+        raise ValueError(f"The weights {listing(traced)} have no values inside jax.jit; call load_weights outside it.")
+    head_and_embedding = [as_array(name, arrays[name]) for name in (keymap.HEAD, keymap.EMBEDDING) if has_tied_head]
+    if head_and_embedding and not bool(jnp.array_equal(head_and_embedding[0], head_and_embedding[1])):
         raise ValueError(
             f"{keymap.HEAD} differs from {keymap.EMBEDDING}, but the model uses its embedding as the output head; "
-            "leave it out."
+            f"leave out {keymap.HEAD}."
         )
 
 
-def as_array(value: Weight) -> Array:
-    """Return `value` as a JAX array, without a copy if possible."""
-    return jnp.asarray(value) if isinstance(value, jax.Array | np.ndarray) else jnp.from_dlpack(value)
+def as_array(name: str, value: Weight) -> Array:
+    """Return `value` as a JAX array, without a copy if possible. Raise ValueError if JAX cannot read it."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return jnp.asarray(value)
+    try:
+        return jnp.from_dlpack(value)
+    except (BufferError, RuntimeError) as error:
+        raise ValueError(f"{name} cannot be read: {brief(error)}; pass value.detach().contiguous().") from error

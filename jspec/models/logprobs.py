@@ -21,9 +21,9 @@ def top_logprobs(logits: Array, count: int) -> tuple[Array, Array]:
 
 
 def _log_sum_exp(logits: Array) -> tuple[Array, Array]:
-    """Return ``float32[B, S]`` twice: the largest logit, and the logarithm of the sum of exponentials relative to it.
+    """Return ``float32[B, S]`` twice: the largest logit, and the log of the sum of ``exp(logit - largest)``.
 
-    On a CPU, a native kernel gives a row the same bits whatever the number of rows.
+    On a CPU with AVX-512, a native kernel makes each row's bits independent of the number of rows.
     """
     rows = logits.astype(jnp.float32).reshape(-1, logits.shape[-1])
     largest, log_sum = dispatch.log_sum_exp(_by_reductions, rows)

@@ -1,5 +1,6 @@
-"""LoRA adapters, merged into a model's matrices."""
+"""The merging of LoRA adapters into a model's matrices."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from convert import keymap
 from convert.lora import LoraUpdate, parse_adapter, read_adapter
 from jspec.models.array_layout import lay_out
 from jspec.models.layers import Embed, Linear, copy_tree
-from jspec.models.live_weights import Weight, as_array, check_writable, write_matrix
+from jspec.models.live_weights import Weight, as_array, check_whole_vocabulary, check_writable, write_matrix
 from jspec.models.llama import Llama, matrices
 from jspec.models.matrix_parts import widen
 
@@ -21,9 +22,9 @@ Adapter: TypeAlias = str | Path | Mapping[str, Weight]
 def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Llama:
     """Return a copy of `model` with a LoRA adapter merged into its matrices: ``W + scale B A`` (Hu et al. 2021).
 
-    The sum is computed in float32. Each matrix keeps its dtype, devices and form, as in `jspec.load_weights`. The copy
-    shares all other weights with `model`, which stays unchanged, so that it can be merged with another adapter later.
-    Pass the copy to `jspec.engine.Engine.update` to use it in an engine.
+    The sum is computed in float32. Each matrix keeps its dtype and its devices, and is packed or quantised as before.
+    The copy shares all other weights with `model`, which stays unchanged, so that you can merge another adapter into it
+    later. To use the copy in an engine, pass it to `jspec.engine.Engine.update`.
 
     Args:
         model: the model that the adapter was trained for.
@@ -35,17 +36,20 @@ def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Ll
     Raises:
         convert.CheckpointError: the adapter belongs to a model of another configuration, needs more than LoRA, or is
             damaged.
-        ValueError: `alpha` is missing or superfluous, or a matrix is packed in a format that jspec cannot write.
+        ValueError: `alpha` is missing, superfluous or not a positive number; the model's vocabulary is reduced; a
+            merged value does not fit the dtype; or a matrix is packed in a format that jspec cannot write.
     """
-    if isinstance(adapter, Mapping) is (alpha is None):
+    if isinstance(adapter, Mapping) and not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
+        raise ValueError(f"alpha is {alpha!r}; pass the adapter's lora_alpha, a positive number, with its tensors.")
+    if not isinstance(adapter, Mapping) and alpha is not None:
         raise ValueError(
-            "alpha is required for an adapter's tensors, and is read from adapter_config.json for a folder; "
-            f"got alpha={alpha!r}."
+            f"alpha={alpha!r} was passed with a folder, whose adapter_config.json sets it; leave out alpha."
         )
+    check_whole_vocabulary(model)
     updates = (
-        {name: _on_device(update) for name, update in parse_adapter(adapter, alpha, model.config).items()}
+        {name: _on_device(name, update) for name, update in parse_adapter(adapter, alpha, model.config).items()}
         if isinstance(adapter, Mapping) and alpha is not None
-        else {name: _on_device(update) for name, update in read_adapter(str(adapter), model.config).items()}
+        else {name: _on_device(name, update) for name, update in read_adapter(str(adapter), model.config).items()}
     )
     model = copy_tree(model)
     owners = matrices(model)
@@ -58,18 +62,18 @@ def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Ll
     return model
 
 
-def _on_device(update: LoraUpdate[Weight]) -> LoraUpdate[Array]:
-    return LoraUpdate(as_array(update.a), as_array(update.b), update.scale)
+def _on_device(name: str, update: LoraUpdate[Weight]) -> LoraUpdate[Array]:
+    return LoraUpdate(as_array(name, update.a), as_array(name, update.b), update.scale)
 
 
 def _merged(module: Linear | Embed, entry: keymap.Entry, updates: Mapping[str, LoraUpdate[Array]]) -> Array:
     """Return the matrix of `module` as ``float32[out, in]``, with the updates of its parts added."""
     weight = module.weight[...].T.astype(jnp.float32) if module.parts is None else widen(module.parts)
-    at = 0
+    first_row = 0
     for part in entry.parts:
         if part.hf_name in updates:
             update = updates[part.hf_name]
             change = jnp.matmul(update.b.astype(jnp.float32), update.a.astype(jnp.float32), precision="highest")
-            weight = weight.at[at : at + part.rows].add(update.scale * change)
-        at += part.rows
+            weight = weight.at[first_row : first_row + part.rows].add(update.scale * change)
+        first_row += part.rows
     return weight

@@ -173,7 +173,7 @@ def test_every_option_reaches_decoding(monkeypatch, sources):
 
 
 def test_draft_is_quantised_separately(monkeypatch, sources):
-    """With only `--draft-quantize`, the target stays as it is. It takes precedence over `--quantize`."""
+    """With only `--draft-quantize`, the target stays as it is. For the draft, it takes precedence over `--quantize`."""
     kinds = []
     monkeypatch.setattr(
         cli.generate, "_decode", lambda _, models, *__: kinds.append(tuple(m.quantized for m in models)) or 1 / 0

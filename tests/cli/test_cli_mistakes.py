@@ -22,8 +22,12 @@ MISTAKES = {
     "unknown rule": (["x", "--accept", "lossy"], 2, "'lossy' is not one of rejection, block, coupled"),
     "unknown dtype": (["x", "--dtype", "int4"], 2, "'int4' is not one of float32"),
     "unknown rounding": (["x", "--quantize", "int3"], 2, "'int3' is not one of int8, int4"),
-    "quantised lookup": (["x", "--draft", "lookup", "--draft-quantize", "int4"], 2, "lookup has no weights"),
-    "quantised exit": (["x", "--draft", "exit:3", "--draft-quantize", "int4"], 2, "exit:3 has no weights"),
+    "quantised lookup": (
+        ["x", "--draft", "lookup", "--draft-quantize", "int4"],
+        2,
+        "needs a draft model, and lookup is none; leave out --draft-quantize.",
+    ),
+    "quantised exit": (["x", "--draft", "exit:3", "--draft-quantize", "int4"], 2, "a draft model, and exit:3 is none"),
     "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is not an exit; write exit:N"),
     "no exit to be found": (
         ["x", "--target", "TARGET", "--draft", "exit"],

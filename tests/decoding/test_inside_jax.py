@@ -268,6 +268,6 @@ def test_engine_reports_deleted_weights():
     for leaf in jax.tree.leaves(target):
         leaf.delete()
     *_, last = results
-    assert last.finish_reason == "error" and "Weights of this engine were deleted" in last.error
-    with pytest.raises(RuntimeError, match="Weights of this engine were deleted"):
+    assert last.finish_reason == "error" and "Weights were deleted" in last.error
+    with pytest.raises(RuntimeError, match="Weights were deleted"):
         engine.stream_sync(REQUEST)

@@ -1,7 +1,8 @@
-"""New weights in a running engine: texts are those of the right weights, and nothing is compiled."""
+"""New weights in a running engine: each text comes from one set of weights, and nothing is compiled."""
 
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ from flax import nnx
 import jspec
 from jspec.engine import Engine, Request
 from jspec.engine.runner import Runner
+from jspec.engine.slot_output import unpack
 from support import toys
+from support.constrained import NoMultiples
 from support.engines import NEW, OPTIONS, alone, check_texts, made
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-COMPILE = Runner.compile  # tests call this only explicitly
+COMPILE = Runner.compile  # the fixture below replaces it
 LONG = Request((1, 2, 3), NEW, jspec.SamplingParams(temperature=0.7), jax.random.key(5))
 SMALL = {"slots": 2, "max_length": 64, "num_draft_tokens": 2, "chunks": (8,), "rounds": 1}
 
@@ -74,42 +77,166 @@ def test_update_gives_texts_of_new_weights_without_compiling(old, new, compilati
 
 
 def test_running_requests_finish_with_old_weights(old, new):
-    """A request that arrives during the update waits for it, and for nothing else."""
+    """A request that arrives during the update waits only for the update."""
     with Engine(*old, **SMALL) as engine:
         (result,), _ = started(engine, LONG)
         late = []
         asking = threading.Thread(target=lambda: late.extend(engine.generate([LONG])))
-        begun = engine._loop._waits_for_running
+        has_begun = engine._loop._has_begun_requests
 
-        def begin_late(update):
+        def ask_late():
             if not asking.ident:
                 asking.start()
-            return begun(update)
+            return has_begun()
 
-        engine._loop._waits_for_running = begin_late
+        engine._loop._has_begun_requests = ask_late
         engine.update(*new)
         assert result.tokens == text(old[0]) and result.finish_reason == "length"
         asking.join()
         assert late[0].tokens == text(new[0])
 
 
-@pytest.mark.parametrize("drafts", [True, False])
-def test_running_requests_start_again_with_new_weights(old, new, drafts):
-    """Statistics and the order of requests start again, too. A waiting request comes after those that ran."""
-    drafters = [models[1] if drafts else None for models in (old, new)]
-    options = SMALL | ({} if drafts else {"num_draft_tokens": "auto"})
-    with Engine(old[0], drafters[0], **options) as engine:
-        others = [dataclasses.replace(LONG, key=jax.random.key(i)) for i in range(2)]
+def alone_again(target, requests, results):
+    """Check that results are those of a new engine, except for what depends on timing."""
+    with Engine(target, **SMALL | {"num_draft_tokens": "auto"}) as engine:
+        expected = engine.generate(requests)
+    for result, other in zip(results, expected, strict=True):
+        assert result.finish_reason == other.finish_reason == "length"
+        for field in ("tokens", "origins", "accepted", "judged", "drafted"):
+            assert getattr(result, field) == getattr(other, field), field
+        for field in ("logprobs", "raw_logprobs", "prompt_logprobs"):
+            np.testing.assert_allclose(getattr(result, field), getattr(other, field), atol=1e-5)
+        assert [[i for i, _ in top] for top in result.top_logprobs] == [
+            [i for i, _ in top] for top in other.top_logprobs
+        ]
+        assert len(result.prompt_top_logprobs) == len(other.prompt_top_logprobs)
+
+
+def test_running_requests_start_again_with_new_weights(old, new):
+    """Restarted requests keep their order, ahead of waiting ones. Their results hold nothing of the old weights."""
+    changes = {"top_logprobs": 2, "prompt_logprobs": True}, {"sampling": jspec.SamplingParams(presence_penalty=0.5)}
+    with Engine(old[0], **SMALL | {"num_draft_tokens": "auto"}) as engine:
+        others = [dataclasses.replace(LONG, key=jax.random.key(i), **changes[i]) for i in range(2)]
         results, ends = started(engine, *others)
-        waiting = engine.submit(LONG, lambda _: None).result
-        engine.update(new[0], drafters[1], running="restart")
-        assert [result.tokens for result in results] != [text(old[0], other) for other in others]
+        before = [list(result.tokens) for result in results]
+        last = threading.Event()
+        waiting = engine.submit(LONG, lambda result: last.set() if result.finish_reason else None).result
+        engine.update(new[0], running="restart")
+        assert all(end.wait(60) for end in ends) and last.wait(60)
+    assert all(before) and [result.restarts for result in [*results, waiting]] == [1, 1, 0]
+    alone_again(new[0], [*others, LONG], [*results, waiting])
+
+
+def test_constrained_request_starts_again(old, new):
+    request = dataclasses.replace(LONG, constraint=NoMultiples)
+    with Engine(*old, **SMALL) as engine:
+        (result,), (end,) = started(engine, request)
+        engine.update(*new, running="restart")
+        assert end.wait(60) and result.restarts == 1
+        assert result.tokens == engine.generate([request])[0].tokens
+    with Engine(*new, **SMALL) as engine:
+        assert result.tokens == engine.generate([request])[0].tokens
+
+
+def test_cancelled_request_keeps_its_output(old, new):
+    engine = Engine(*old, **SMALL)
+    results = engine.stream_sync(LONG)
+    count = len(next(results).tokens)
+    engine.cancel(engine.running_requests[0])
+    engine.update(*new, running="restart")
+    *_, last = results
+    assert last.finish_reason == "cancelled" and len(last.tokens) >= count and last.restarts == 0
+
+
+@pytest.mark.parametrize("running", ["restart", "abort"])
+def test_request_interrupted_by_a_failure_does_not_continue_with_new_weights(old, new, monkeypatch, running):
+    """After a failed call, a request waits for a slot, but it has already begun."""
+    engine = Engine(*old, **SMALL)
+    results = engine.stream_sync(LONG)
+    next(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.device, "decode_rounds", lambda *_: 1 / 0)
+        engine._loop.turn()
+    assert engine.num_waiting == 1
+    engine.update(*new, running=running)
+    *_, last = results
+    if running == "restart":
+        assert last.tokens == text(new[0]) and last.restarts == 1
+    else:
+        assert last.finish_reason == "cancelled" and last.tokens == text(old[0])[: len(last.tokens)]
+
+
+def update_when_possible(engine, **models):
+    """Update the engine as soon as no other update is pending."""
+    while True:
+        try:
+            return engine.update(**models)
+        except RuntimeError as error:
+            assert "Another update" in str(error)
+
+
+def test_draft_update_does_not_revert_the_target(old, new):
+    """Two threads update target and draft. Neither undoes the other's update, and no stale prefix is reused."""
+    with Engine(*old, **SMALL) as engine:
+        for i in range(20):
+            target = (new, old)[i % 2][0]
+            changes = {"target": target}, {"draft": (new, old)[i % 2][1]}
+            threads = [threading.Thread(target=update_when_possible, args=(engine,), kwargs=one) for one in changes]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert engine.device.target is target and engine.generate([LONG])[0].tokens == text(target)
+
+
+def test_failed_update_ends_no_request(old, new, monkeypatch):
+    """If the slots cannot be emptied at first, the update fails, and all requests start again afterwards."""
+    engine = Engine(*old, **SMALL)
+    results = engine.stream_sync(LONG)
+    next(results)
+    reset, failures = engine.device.reset, [RuntimeError("planted")]
+
+    def failing():
+        if failures:
+            raise failures.pop()
+        reset()
+
+    monkeypatch.setattr(engine.device, "reset", failing)
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.update(*new, running="restart")
+    *_, last = results
+    assert last.finish_reason == "length" and last.tokens == text(new[0])
+
+
+def test_waiting_requests_survive_old_weights_that_were_donated(old, new):
+    """The running request fails, because its weights are gone. The waiting one needs only the new weights."""
+    target = jax.tree.map(jnp.copy, old[0])
+    with Engine(target, **SMALL | {"slots": 1, "num_draft_tokens": "auto"}) as engine:
+        decode = engine.device.decode_rounds
+        hold, is_held = threading.Event(), threading.Event()
+
+        def held(*arguments):
+            is_held.set()
+            assert hold.wait(60)
+            return decode(*arguments)
+
+        engine.device.decode_rounds = held
+        ends = [threading.Event() for _ in range(2)]
+        results = [
+            engine.submit(LONG, lambda result, end=end: end.set() if result.finish_reason else None).result
+            for end in ends
+        ]
+        assert is_held.wait(60)
+        updating = threading.Thread(target=engine.update, args=(new[0],))
+        updating.start()
+        while engine._loop.update is None:
+            time.sleep(0.001)
+        for leaf in jax.tree.leaves(target):
+            leaf.delete()
+        hold.set()
+        updating.join(60)
         assert all(end.wait(60) for end in ends)
-        while waiting.finish_reason is None:
-            pass
-    assert [result.tokens for result in [*results, waiting]] == [text(new[0], one) for one in [*others, LONG]]
-    for result in results:
-        assert len(result.logprobs) == len(result.origins) == NEW and sum(result.accepted) < NEW
+    assert results[0].finish_reason == "error" and results[1].tokens == text(new[0])
 
 
 def test_running_requests_are_aborted(old, new):
@@ -157,13 +284,13 @@ def test_weights_changed_in_place_are_read(old, new):
 
 
 def test_donated_weights_are_replaced(old):
-    """A training step that donates the engine's weights deletes them; the update brings the new ones."""
+    """A training step that donates the engine's weights deletes them; `update` supplies new ones."""
     step = jax.jit(lambda model: jax.tree.map(lambda leaf: 0.9 * leaf, model), donate_argnums=0)
     target = jax.tree.map(jnp.copy, old[0])
     with Engine(target, old[1], **SMALL) as engine:
         first = engine.generate([LONG])[0].tokens
         trained = step(target)
-        with pytest.raises(RuntimeError, match=r"were deleted: .* update\(\) with weights that exist"):
+        with pytest.raises(RuntimeError, match=r"were deleted: .* pass models whose arrays still exist"):
             engine.generate([LONG])
         with pytest.raises(RuntimeError, match="were deleted"):
             engine.update()
@@ -175,7 +302,7 @@ def test_request_interrupted_by_a_failure_finishes_with_old_weights(old, new, mo
     """A failed call puts a running request back into the queue. It must not continue its text with the new weights."""
     with Engine(*old, **SMALL) as engine:
         (result,), _ = started(engine, LONG)
-        decode, waits = engine.device.decode_rounds, engine._loop._waits_for_running
+        decode = engine.device.decode_rounds
         failures = [RuntimeError("planted")]
 
         def decode_rounds(*arguments):
@@ -185,7 +312,7 @@ def test_request_interrupted_by_a_failure_finishes_with_old_weights(old, new, mo
 
         monkeypatch.setattr(engine.device, "decode_rounds", decode_rounds)
         engine.update(*new)
-        assert not failures and result.tokens == text(old[0]) and waits is not None
+        assert not failures and result.tokens == text(old[0])
         assert engine.generate([LONG])[0].tokens == text(new[0])
 
 
@@ -209,12 +336,10 @@ def test_journal_replays_updates(old, new):
         engine.generate([LONG])
         device = engine.device
     other = Runner(old[0], jspec.ModelDrafter(old[1]), device.rule, device.sizes, journal=True)
-    outputs = [jax.device_get(other.replay(device.commands))]
-    other = Runner(old[0], jspec.ModelDrafter(old[1]), device.rule, device.sizes, journal=True)
-    outputs.append(jax.device_get(other.replay(device.commands)))
-    jax.tree.map(np.testing.assert_array_equal, *outputs)
-    tokens = [packed for packed in outputs[0]]
-    assert len(tokens) > 20
+    slots = range(SMALL["slots"])
+    outputs = [unpack(packed, slots, 0, slots) for packed in other.replay(device.commands)]
+    tokens = [token for output in outputs for slot in slots for token in output[slot].tokens]
+    assert tokens == text(old[0]) + text(new[0])
 
 
 def another(**details):
@@ -265,18 +390,20 @@ def test_updates_that_would_wait_forever_are_rejected(old, new):
     with Engine(*old, **SMALL) as engine:
         active = engine.submit(dataclasses.replace(LONG, max_new_tokens=4), listen)
         while active.result.finish_reason is None:
-            pass
+            time.sleep(0.001)
         (result,), _ = started(engine, LONG)
+        has_begun, hold = engine._loop._has_begun_requests, threading.Event()
+        engine._loop._has_begun_requests = lambda: not hold.is_set() or has_begun()
         first = threading.Thread(target=engine.update, args=new)
         first.start()
-        while engine._loop.update is None and first.is_alive():
-            pass
-        if first.is_alive():  # it waits for the long request
-            with pytest.raises(RuntimeError, match="Another update of this engine is waiting"):
-                engine.update(*new)
+        while engine._loop.update is None:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match="Another update of this engine has not finished"):
+            engine.update(*new)
+        hold.set()
         first.join()
         assert result.tokens == text(old[0])
-    assert errors and all("A listener cannot update its engine" in error for error in errors)
+    assert errors and all("A listener cannot call update()" in error for error in errors)
     with pytest.raises(RuntimeError, match="The engine is closed"):
         engine.update(*old)
 

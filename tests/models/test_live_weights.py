@@ -1,6 +1,7 @@
 """New weights for a model in memory: the result is the model that `jspec.load` reads from a file with these weights."""
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -101,16 +102,39 @@ def test_weights_are_placed_like_the_old_ones(tmp_path):
         assert leaf.sharding == like.sharding
 
 
-def test_weights_can_be_loaded_inside_jit(tmp_path):
+def test_later_changes_of_the_tensors_do_not_change_the_model(tmp_path):
+    """PyTorch's optimizers change parameters in place, and a JAX step may donate its arrays."""
+    import torch
+
     raw = checkpoints.raw_config()
     model, expected = (loaded(tmp_path / str(seed), raw, seed, packed=False) for seed in range(2))
+    weights = {name: torch.tensor(array) for name, array in checkpoints.tensors(raw, seed=1).items()}
+    weights["model.norm.weight"] = jnp.asarray(weights["model.norm.weight"].numpy())
+    jspec.load_weights(model, weights)
+    weights.pop("model.norm.weight").delete()
+    for tensor in weights.values():
+        tensor.mul_(-3)
+    assert_same_model(model, expected)
 
-    @jax.jit
-    def replaced(model, weights):
-        jspec.load_weights(model, weights)
-        return model
 
-    assert_same_model(replaced(model, checkpoints.tensors(raw, seed=1)), expected)
+def test_unreadable_tensors_are_reported(tmp_path):
+    import torch
+
+    raw = checkpoints.raw_config()
+    model, expected = (loaded(tmp_path / str(i), raw, 0, packed=False) for i in range(2))
+    for change in (lambda tensor: tensor.repeat_interleave(2, dim=1)[:, ::2], lambda tensor: tensor.requires_grad_()):
+        weights = {name: torch.tensor(array) for name, array in checkpoints.tensors(raw, seed=1).items()}
+        weights[DOWN] = change(weights[DOWN])
+        with pytest.raises(ValueError, match=rf"^{DOWN} cannot be read: .*; pass value.detach\(\).contiguous\(\)"):
+            jspec.load_weights(model, weights)
+        assert_same_model(model, expected)
+
+
+def test_call_inside_jit_is_rejected(tmp_path):
+    raw = checkpoints.raw_config()
+    model = loaded(tmp_path / "x", raw, 0, packed=False)
+    with pytest.raises(ValueError, match=r"have no values inside jax.jit; call load_weights outside it"):
+        jax.jit(lambda weights: jspec.load_weights(model, weights))(checkpoints.tensors(raw))
 
 
 def without(name):
@@ -130,8 +154,15 @@ MISTAKES = {
     "missing": (without(DOWN), rf"^The weights lack {DOWN}; pass all weights of the model\.$"),
     "unknown": (extra("model.layers.2.mlp.down_proj.weight"), "include model.layers.2.mlp.down_proj.weight, which a"),
     "adapter": (extra("model.layers.1.mlp.down_proj.lora_A.weight"), "include .*lora_A.weight, which a model of this"),
-    "transposed": (changed(DOWN, np.transpose), rf"shapes: {DOWN} \[48, 32\]\. The model has {DOWN} \[32, 48\]; pass"),
-    "integers": (changed(DOWN, lambda x: x.astype(np.int8)), f"weights {DOWN} are not floating-point; dequantise"),
+    "transposed": (
+        changed(DOWN, np.transpose),
+        rf"shapes: {DOWN} \[48, 32\]\. In the model, {DOWN} has shape \[32, 48\]",
+    ),
+    "integers": (changed(DOWN, lambda x: x.astype(np.int8)), f"{DOWN} have the dtype int8; expected"),
+    "float8": (
+        changed(DOWN, lambda x: x.astype(ml_dtypes.float8_e4m3fn)),
+        f"weights {DOWN} have the dtype float8_e4m3fn",
+    ),
 }
 
 
@@ -186,7 +217,5 @@ def test_formats_of_gguf_files_cannot_be_written(tmp_path):
 def test_reduced_vocabulary_is_rejected(tmp_path):
     raw = checkpoints.raw_config()
     drafter = jspec.ModelDrafter.with_vocabulary(loaded(tmp_path / "x", raw, 0), np.arange(9))
-    with pytest.raises(
-        ValueError, match="output head holds only some tokens; load the weights into the original model"
-    ):
+    with pytest.raises(ValueError, match="output head holds only some tokens; use the original model"):
         jspec.load_weights(drafter.model, checkpoints.tensors(raw))

@@ -75,7 +75,7 @@ def test_invalid_logits_give_nan(bad):
 
 
 def test_impossible_tokens_do_not_count():
-    """A vocabulary of which the kernel reads whole pieces of -inf."""
+    """Whole pieces of the vocabulary are -inf."""
     logits = np.full((1, 1, 9000), -np.inf, np.float32)
     logits[..., [3, 8999]] = 1, 2
     found = jax.jit(raw_logprobs)(logits, np.array([[3]])), jax.jit(raw_logprobs)(logits, np.array([[4000]]))
@@ -84,8 +84,7 @@ def test_impossible_tokens_do_not_count():
 
 
 @needs_kernel
-def test_transformations_use_xla():
-    """`jax.grad` and `jax.export` use XLA's operations. `jax.shard_map` uses the kernel."""
+def test_derivatives_and_exports_use_xla_but_shard_map_uses_the_kernel():
     logits, tokens = random_logits(2, 3, 400), np.zeros((2, 3), int)
     gradient = jax.jit(jax.grad(lambda logits: raw_logprobs(logits, tokens).sum()))(logits)
     np.testing.assert_allclose(gradient, np.eye(400)[tokens] - np.exp(exact(logits)), atol=1e-6)

@@ -1,4 +1,4 @@
-"""LoRA adapters: a merged model is the one with W + scale B A."""
+"""LoRA adapters: merging gives the weights W + scale B A."""
 
 import json
 import math
@@ -92,7 +92,11 @@ SCALES = {
     "usual": ({}, lambda module, rank: 6 / rank),
     "rsLoRA": ({"use_rslora": True}, lambda module, rank: 6 / math.sqrt(rank)),
     "patterns": (
-        {"alpha_pattern": {r"layers\.1\.self_attn\.v_proj": 12, "up_proj": 1}, "r": 8, "rank_pattern": {".*": 3}},
+        {
+            "alpha_pattern": {"proj": 40, r"layers\.1\.self_attn\.v_proj": 12, "v_proj": 50, "up_proj": 1},
+            "r": 8,
+            "rank_pattern": {".*": 3},
+        },
         lambda module, rank: {"layers.1.self_attn.v_proj": 12, "layers.1.mlp.up_proj": 1}.get(module[6:], 6) / rank,
     ),
 }
@@ -111,7 +115,7 @@ def test_merged_folder_is_the_model_with_the_sum(tmp_path, name):
 
 
 def test_tensors_in_memory_are_merged_in_an_engine(tmp_path):
-    """The names are those with and without PEFT's prefix and adapter name."""
+    """Names may omit PEFT's prefix and include an adapter name."""
     model, weights = base(tmp_path / "base", packed=False)
     arrays = tensors()
     renamed = {
@@ -159,16 +163,20 @@ MISTAKES = {
     ),
     "another depth": (
         lambda: tensors(["layers.2.mlp.up_proj"], raw=RAW | {"num_hidden_layers": 3}),
-        "has .*layers.2.mlp.up_proj.lora_A.weight, .* which cannot be merged",
+        "has .*layers.2.mlp.up_proj.lora_A.weight, .* which this model cannot merge",
     ),
     "embedding": (
         lambda: {"base_model.model.model.embed_tokens.lora_embedding_A": np.zeros((3, 97))},
-        "lora_embedding_A, which cannot",
+        "lora_embedding_A, which this model cannot",
     ),
-    "nothing": (dict, "has no tensors, which cannot be merged"),
+    "nothing": (dict, "has no tensors; pass a LoRA adapter"),
+    "two adapters": (
+        lambda: tensors() | {name.replace(".weight", ".b.weight"): array for name, array in tensors().items()},
+        r"has lora_A of model.layers.0.self_attn.q_proj twice; pass one adapter",
+    ),
     "half": (
         lambda: {n: a for n, a in tensors().items() if "up_proj.lora_B" not in n},
-        "lacks lora_A or lora_B of model.layers.1.mlp.up_proj",
+        "lacks lora_A or lora_B for model.layers.1.mlp.up_proj",
     ),
 }
 
@@ -182,13 +190,16 @@ def test_tensors_of_another_model_are_rejected(tmp_path, mistake):
 
 
 FIELDS = {
-    "peft_type": ("IA3", "peft_type 'IA3'; only LORA adapters can be merged"),
-    "bias": ("all", "bias 'all'; only adapters without biases"),
+    "peft_type": ("IA3", "sets peft_type to 'IA3'; jspec can merge only"),
+    "bias": ("all", "sets bias to 'all'; jspec can merge only"),
     "use_dora": (True, "sets use_dora, which jspec does not support; merge the adapter with PEFT's"),
     "modules_to_save": (["lm_head"], "sets modules_to_save, which"),
     "new_field": (1, "sets new_field, which"),
     "lora_alpha": ("6", "lora_alpha is '6'; expected a positive number"),
     "r": (0, "r is 0; expected a positive integer"),
+    "init_lora_weights": ("pissa_niter_4", "sets init_lora_weights to 'pissa_niter_4', which changes the base model"),
+    "loftq_config": ({"loftq_bits": 4}, "sets loftq_config, which jspec does not support"),
+    "alpha_pattern": ({"(": 3}, "has an alpha_pattern that is no regular expression"),
 }
 
 
@@ -208,10 +219,20 @@ def test_missing_files_and_alpha_are_reported(tmp_path):
         CheckpointError, match=r"lacks adapter_config.json, adapter_model.safetensors; pass the folder of"
     ):
         jspec.merge_lora(model, tmp_path / "empty")
-    with pytest.raises(ValueError, match=r"alpha is required for an adapter's tensors, .* got alpha=None"):
+    with pytest.raises(ValueError, match="alpha is None; pass the adapter's lora_alpha, a positive number"):
         jspec.merge_lora(model, tensors())
-    with pytest.raises(ValueError, match=r"is read from adapter_config.json for a folder; got alpha=6"):
+    for alpha in ("6", float("nan"), -1):
+        with pytest.raises(ValueError, match=f"alpha is {alpha!r}; pass the adapter's lora_alpha"):
+            jspec.merge_lora(model, tensors(), alpha=alpha)
+    with pytest.raises(ValueError, match=r"alpha=6 was passed with a folder, whose adapter_config.json sets it"):
         jspec.merge_lora(model, written(tmp_path / "lora", tensors()), alpha=6)
+
+
+def test_reduced_vocabulary_is_rejected(tmp_path):
+    model, _ = base(tmp_path / "base")
+    drafter = jspec.ModelDrafter.with_vocabulary(model, np.arange(9))
+    with pytest.raises(ValueError, match="output head holds only some tokens; use the original model"):
+        jspec.merge_lora(drafter.model, tensors(), alpha=6)
 
 
 def test_every_family_can_be_merged(tmp_path):

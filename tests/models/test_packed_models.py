@@ -186,7 +186,7 @@ def test_texts_and_log_probabilities_have_the_bits_of_plain_decoding(file, bits,
 
 @needs_attention
 def test_log_probabilities_over_a_large_vocabulary_have_the_bits_of_plain_decoding(tmp_path):
-    """The sum over the vocabulary is the same for 3 rows and for 30, which XLA adds in another order."""
+    """The kernel sums in the same order for 3 rows and for 30; XLA does not."""
     raw = gguf_files.RAW | {"num_hidden_layers": 1, "tie_word_embeddings": True, "vocab_size": 49152}
     arrays = gguf_files.tensors(raw, checkpoints.tensors(raw))
     file = gguf_files.write(tmp_path / "x.gguf", gguf_files.metadata(raw), arrays)

@@ -97,7 +97,7 @@ def packed_product(
 
 
 def log_sum_exp(otherwise: Callable[..., tuple[Array, Array]], x: Array) -> tuple[Array, Array]:
-    """Return each row's largest element and `log_sum_exp` relative to it, for ``float32[N, V]``. See `_choose`."""
+    """Return ``max(x)`` and ``log(sum(exp(x - max(x))))`` of each row of ``x``, ``float32[N, V]``. See `_choose`."""
     return _choose(_log_sum_exp_p, True, otherwise, (x,))
 
 

@@ -1,5 +1,4 @@
-// The largest element of each row, and the logarithm of the sum of the row's exponentials relative to it, for XLA:CPU,
-// called through jax.ffi.
+// The largest element of each row, and the log of the sum of exp(x - largest), for XLA:CPU, called through jax.ffi.
 //
 // Each row is divided into pieces of a fixed size, and each piece is summed in a fixed order. The bits of a result
 // therefore depend only on the row, and not on the number of rows or threads.
@@ -28,7 +27,7 @@ struct Sum {
   float total;  // the sum of e^(x - largest)
 };
 
-// Calls run for each vector of x. The last vector is padded with -inf.
+// Calls run on each vector of x. The last vector is padded with -inf.
 template <class Run>
 inline void each_vector(const float* x, int64_t count, const Run& run) {
   V values;

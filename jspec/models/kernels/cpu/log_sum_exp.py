@@ -1,4 +1,4 @@
-"""The native normaliser of logits."""
+"""The native log-sum-exp kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +26,7 @@ class LogSumExpKernel(Kernel):
 
 
 def log_sum_exp(x: Array) -> tuple[Array, Array]:
-    """Return each row's largest element, and the logarithm of the sum of exponentials relative to it.
+    """Return each row's largest element, and the log of the sum of ``exp(x - largest)``.
 
     Both are ``float32[N]``, for ``x``, ``float32[N, V]``. For CPU programs only.
     """
