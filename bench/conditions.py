@@ -41,6 +41,14 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _command(arguments: list[str]) -> str:
+    """Return the command without the folder of its results, which does not affect them, and without the home folder."""
+    if "--output" in arguments:
+        i = arguments.index("--output")
+        arguments = arguments[:i] + arguments[i + 2 :]
+    return " ".join(["python -m bench", *arguments]).replace(str(Path.home()), "~")
+
+
 def conditions() -> dict[str, object]:
     """Return the conditions that a report should include, as JSON-serializable values."""
     device = jax.devices()[0]
@@ -58,7 +66,7 @@ def conditions() -> dict[str, object]:
         **{package: _version(package) for package in PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": os.environ.get("BENCH_COMMIT") or _commit(),
-        "command": "python -m bench " + " ".join(sys.argv[1:]).replace(str(Path.home()), "~"),
+        "command": _command(sys.argv[1:]),
         "date": datetime.date.today().isoformat(),
     }
 
