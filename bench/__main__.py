@@ -113,6 +113,23 @@ def trace(
 
 
 @app.command()
+def samples(
+    pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    count: Annotated[int, typer.Option("--samples", min=2, help="Samples of the prompt.")] = 8,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+) -> None:
+    """Compare several samples of one prompt, which is prefilled once, with as many equal prompts."""
+    from bench import samples
+
+    samples.run(measured(new_tokens, pair, target, draft, None, output), count, width, new_tokens, repeats)
+
+
+@app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
     """Measure the cost of one pass as a function of context, batch and rows."""
     from bench import scaling

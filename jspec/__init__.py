@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jspec.drafters.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
     from jspec.generation.complete import Completion, complete
     from jspec.generation.generate import generate, speculative_generate
+    from jspec.generation.scoring import Scores, logprobs
     from jspec.generation.stream import stream
     from jspec.models.live_weights import load_weights
     from jspec.models.llama import Llama
@@ -86,6 +87,7 @@ __all__ = [
     "Relaxed",
     "RetrievalDrafter",
     "SamplingParams",
+    "Scores",
     "Stats",
     "Threshold",
     "TokenRecyclingDrafter",
@@ -104,6 +106,7 @@ __all__ = [
     "lengths",
     "load",
     "load_weights",
+    "logprobs",
     "merge_lora",
     "online",
     "plan",
@@ -169,6 +172,8 @@ _HOMES = {
     "pretrained": "jspec.bundled.pretrained",
     "quantize": "jspec.models.quantize",
     "generate": "jspec.generation.generate",
+    "Scores": "jspec.generation.scoring",
+    "logprobs": "jspec.generation.scoring",
     "speculative_generate": "jspec.generation.generate",
     "stream": "jspec.generation.stream",
     "train_drafter": "jspec.training.train",

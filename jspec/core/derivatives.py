@@ -10,8 +10,8 @@ from jax.interpreters import ad, batching, mlir
 
 _ERROR = (
     "Log-probabilities of generated tokens have no reverse-mode derivative, which jax.grad needs, because the "
-    "decoding loop has no fixed number of steps; compute logits = target(tokens) for the prompt and the new "
-    "tokens, and differentiate their log-softmax."
+    "decoding loop has no fixed number of steps; differentiate jspec.logprobs of the finished texts, which "
+    "Output.with_prompts returns."
 )
 
 

@@ -17,13 +17,16 @@ from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from jspec.core.origins import ACCEPTED as ACCEPTED
 from jspec.core.origins import BONUS as BONUS
 from jspec.core.origins import CORRECTED as CORRECTED
 from jspec.core.origins import NO_DRAFT as NO_DRAFT
 from jspec.core.origins import PADDING as PADDING
+from jspec.core.row_ops import write_rows
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
 from jspec.core.tree import DynamicTree, Tree
@@ -262,6 +265,17 @@ class Output:
     origins: Array
     stats: Stats
     record: Record | None = None
+
+    def with_prompts(self, tokens: ArrayLike, lengths: ArrayLike) -> tuple[Array, Array]:
+        """Return each prompt followed by its new tokens, ``int32[B, P + N]``, and the lengths, for `jspec.logprobs`.
+
+        Args:
+            tokens, lengths: the prompts, as they were passed. With several samples per prompt, each is repeated.
+        """
+        samples = self.tokens.shape[0] // jnp.shape(tokens)[0]
+        prompts, starts = (jnp.repeat(jnp.asarray(part), samples, axis=0) for part in (tokens, lengths))
+        texts = write_rows(jnp.pad(prompts, ((0, 0), (0, self.tokens.shape[1]))), self.tokens, starts)
+        return texts, starts + self.lengths
 
     def show(self, tokenizer: Tokenizer, row: int = 0) -> None:
         """Print one request's rounds, with each token coloured by its origin. In a notebook, the output is HTML.

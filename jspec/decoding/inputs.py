@@ -1,8 +1,11 @@
 """The inputs of the decoding program in three bundles: prompts, traced parameters and static settings."""
 
 import dataclasses
+import functools
 from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -14,19 +17,31 @@ from jspec.drafters.draft_length import DraftLength
 AnyArray: TypeAlias = Array | np.ndarray
 
 
-@pytree
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "keys"], meta_fields=["samples_per_prompt"]
+)
+@dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """A batch of B prompts.
+    """A batch of B prompts, each continued G times.
 
     Attributes:
         tokens: ``int32[B, P]``, padded on the right with any values.
         lengths: ``int32[B]`` in 1..P, the prompt lengths.
-        keys: typed keys ``[B]``.
+        keys: typed keys ``[B G]``. Row ``b G + g`` of the output is sample g of prompt b.
+        samples_per_prompt: G.
     """
 
     tokens: AnyArray
     lengths: AnyArray
     keys: Array
+    samples_per_prompt: int = 1
+
+    def repeated(self) -> "PromptBatch":
+        """Return a batch of B G prompts with one sample each. It has the same output rows."""
+        if self.samples_per_prompt == 1:
+            return self
+        tokens, lengths = (jnp.repeat(part, self.samples_per_prompt, axis=0) for part in (self.tokens, self.lengths))
+        return PromptBatch(tokens, lengths, self.keys)
 
 
 @pytree

@@ -28,7 +28,7 @@ from jspec.decoding.inputs import AnyArray, ProgramSpec, PromptBatch, TracedPara
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.decoding.validate_arguments import check_drafted
-from jspec.drafters.base import Drafter, is_user_defined, tree_of
+from jspec.drafters.base import Drafter, is_user_defined, kind_of, tree_of
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
@@ -93,9 +93,11 @@ def decode_program(
     Returns:
         The result, and `OutputBuffers.out_of_vocab`.
     """
-    batch, width = prompts.tokens.shape
+    batch, width, samples = prompts.keys.shape[0], prompts.tokens.shape[1], prompts.samples_per_prompt
     limit, draft_length = spec.max_new_tokens, spec.draft_length
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
+    tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
+    lengths = jnp.repeat(lengths, samples)
     limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, jnp.minimum(settings.max_tokens, limit), limit)
     params = RequestParams(
         keys=prompts.keys,
@@ -106,7 +108,6 @@ def decode_program(
         draft_transforms=broadcast_rows(settings.draft_transforms, batch),
         min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
     )
-    tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
     began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
@@ -128,19 +129,25 @@ def start(
     draft_length: DraftLength,
     record: bool = False,
 ) -> tuple[DecodeState, OutputBuffers]:
-    """Allocate all buffers, and prefill the prompts. The first round samples the first token."""
-    batch, width = tokens.shape
+    """Allocate all buffers, and prefill the prompts. The first round samples the first token.
+
+    Args:
+        tokens: ``int32[B, P]``, the prompts. If `params` has B G rows, each prompt is prefilled once, for G rows.
+    """
+    batch, samples = params.prompt_lengths.size, params.prompt_lengths.size // len(tokens)
     k = draft_length.max_draft_tokens
     spare, size = k + 1, tree_of(drafter, k).size
-    slots = whole_tiles(width + max_new_tokens + size + 1)
+    slots = whole_tiles(tokens.shape[1] + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
         signals = NO_SIGNALS
         if features := features_of(drafter):
             cache, target_features = prefill_with_features(target, tokens, slots, features)
-            signals = PromptSignals(target_features, params.prompt_lengths, target)
+            signals = PromptSignals(target_features, params.prompt_lengths[::samples], target)
         else:
             cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots, signals)
+        _check_rows(drafter, drafter_state, len(tokens), samples)
+        tokens, cache, drafter_state = _repeated((tokens, cache, drafter_state), samples)
     token_counts = None
     if params.transforms.penalised:
         token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)
@@ -154,3 +161,22 @@ def start(
         draft_length=draft_length.init(batch),
     )
     return state, empty_buffers(batch, max_new_tokens, k, size if record else None)
+
+
+def _check_rows(drafter: Drafter[PyTree] | None, state: PyTree, batch: int, samples: int) -> None:
+    """Raise ValueError if a drafter's state cannot be repeated for the samples of each prompt."""
+    shapes = [np.shape(leaf) for leaf in cast(list[Array], jax.tree.leaves(state))]
+    if samples > 1 and any(shape[:1] != (batch,) for shape in shapes):
+        raise ValueError(
+            f"{kind_of(drafter)} keeps state that does not have one row per prompt, so samples_per_prompt must be 1; "
+            f"pass every prompt {samples} times instead."
+        )
+
+
+def _repeated(state: PyTree, samples: int) -> PyTree:
+    """Return `state` with each row repeated `samples` times."""
+
+    def repeated(leaf: Array) -> Array:
+        return jnp.repeat(leaf, samples, axis=0)
+
+    return state if samples == 1 else jax.tree.map(repeated, state)

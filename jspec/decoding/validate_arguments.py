@@ -25,11 +25,11 @@ from jspec.core.transfers import values, values_if_known
 from jspec.core.types import PyTree, passed, same_but_for_padding
 from jspec.decoding.inputs import AnyArray, PromptBatch
 from jspec.decoding.left_padding import check_right_padded
+from jspec.decoding.validate_positions import check_positions
 from jspec.decoding.validate_sampling import check_sampling
-from jspec.drafters.base import Drafter, declared, kind_of
+from jspec.drafters.base import Drafter, kind_of
 from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
 from jspec.drafters.draft_length import as_draft_length
-from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 
 
@@ -54,7 +54,9 @@ def check_arguments(
         _check_drafter(drafter, vocab_size)
         _check_capabilities(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
-    batch = _check_prompts(prompts.tokens, prompts.lengths, target.config)
+    batch = check_prompts(prompts.tokens, prompts.lengths, target.config)
+    check_whole("samples_per_prompt", prompts.samples_per_prompt)
+    batch *= prompts.samples_per_prompt
     _check_keys(prompts.keys, batch)
     check_sampling(sampling, batch, vocab_size)
     check_positions(target, drafter, prompts.lengths, max_new_tokens, sampling.max_tokens)
@@ -108,7 +110,12 @@ def as_array(name: str, value: object, remedy: str = "pad them on the right to o
 
 
 def as_arrays(
-    tokens: object, lengths: object, keys: Array, sampling: SamplingParams, eos_ids: object
+    tokens: object,
+    lengths: object,
+    keys: Array,
+    sampling: SamplingParams,
+    eos_ids: object,
+    samples_per_prompt: int = 1,
 ) -> tuple[PromptBatch, SamplingParams, AnyArray]:
     """Bundle the prompts. Convert arguments that may be lists to arrays, and a single EOS id to an array of one id."""
     ends = as_array("eos_ids", eos_ids, "pad the shorter rows with -1")
@@ -119,7 +126,8 @@ def as_arrays(
         lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "pass one number for each row") for name, value in lists.items()}
         sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
-    return PromptBatch(as_array("tokens", tokens), as_array("lengths", lengths), keys), sampling, ends
+    prompts = PromptBatch(as_array("tokens", tokens), as_array("lengths", lengths), keys, samples_per_prompt)
+    return prompts, sampling, ends
 
 
 def check_rule(accept: object) -> Rule:
@@ -243,7 +251,7 @@ def _defines(drafter: object, name: str) -> bool:
     return hasattr(drafter, name) and vars(Drafter).get(name, drafter) is not getattr(type(drafter), name, None)
 
 
-def _check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> int:
+def check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> int:
     """Validate the prompts, and return the batch size."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
         raise ValueError(
@@ -287,7 +295,7 @@ def _check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> 
 def _check_keys(keys: object, batch: int) -> None:
     if not (isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)):
         raise TypeError(
-            "keys must be typed PRNG keys, one for each row: "
+            "keys must be typed PRNG keys, one for each row of the output: "
             f"jax.random.split(jax.random.key(seed), {batch}); raw jax.random.PRNGKey arrays and plain "
             "numbers are not accepted."
         )
@@ -299,31 +307,9 @@ def _check_keys(keys: object, batch: int) -> None:
         )
     if keys.shape != (batch,):
         raise ValueError(
-            f"keys has shape {keys.shape}; expected ({batch},), one key for each row of tokens: "
+            f"keys has shape {keys.shape}; expected ({batch},), one key for each row of the output: "
             f"jax.random.split(key, {batch})."
         )
-
-
-def check_positions(
-    target: LanguageModel, drafter: object, lengths: ArrayLike, max_new_tokens: int, max_tokens: object
-) -> None:
-    """Raise if a row may exceed a model's number of positions. An unknown value counts as 1, the minimum."""
-    counts, limits = values_if_known(lengths), values_if_known(max_tokens)
-    known = np.ones(1, np.int64) if counts is None else counts.astype(np.int64)
-    wanted = np.ones(1, np.int64) if limits is None else limits.astype(np.int64)
-    known, wanted = np.broadcast_arrays(known, wanted)
-    new = [min(limit, max_new_tokens) if limit > 0 else max_new_tokens for limit in wanted.tolist()]  # of any size
-    longest, row = max((length + more, row) for row, (length, more) in enumerate(zip(known.tolist(), new, strict=True)))
-    positions = {"target": target.config.max_position_embeddings, "draft": declared(drafter).max_positions}
-    for name, limit in positions.items():
-        if limit is not None and longest > limit:
-            prompt = "A prompt of at least 1 token" if counts is None else f"Prompt {row} of {known[row]} tokens"
-            limited = "max_new_tokens" if new[row] == max_new_tokens else "max_tokens"
-            raise ValueError(
-                f"{prompt} and {limited}={new[row]} need {longest} positions, but the {name} model has {limit}; "
-                f"shorten the prompt or reduce {limited} (the limit is the model's max_position_embeddings, or its "
-                "sliding window if that is shorter)."
-            )
 
 
 def _check_ids(eos_ids: AnyArray, pad_id: object, batch: int, vocab_size: int) -> None:

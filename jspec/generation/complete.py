@@ -10,21 +10,21 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from jspec import theory
 from jspec.acceptance import Rule
 from jspec.core.detokenizer import pieces
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import BONUS, NO_DRAFT, Output, check_count
-from jspec.decoding.validate_arguments import as_array, check_positions, check_target
+from jspec.core.types import Output, check_count
+from jspec.decoding.validate_arguments import as_array, check_target
+from jspec.decoding.validate_positions import check_positions
 from jspec.drafters import FallbackDrafter, NGramDrafter, RetrievalDrafter
 from jspec.drafters.base import DraftSource, own_tree
 from jspec.drafters.capabilities import has_confidence, max_chain_length_of
 from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, UpTo, WhileConfident
 from jspec.drafters.standalone.model import as_drafter, positions
 from jspec.generation.generate import generate, speculative_generate
-from jspec.generation.statistics import Statistics
+from jspec.generation.statistics import Statistics, statistics
 from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 from jspec.models.sampling_defaults import recommended
@@ -75,6 +75,12 @@ class Task:
     tokenizer: Tokenizer
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
+    samples_per_prompt: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the output."""
+        return len(self.prompts) * self.samples_per_prompt
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -111,8 +117,9 @@ class Task:
         sampling = recommended(target) if sampling is None else sampling
         sampling = self._limited(sampling, min(max_new_tokens, 2**31 - 1))
         options |= {"max_new_tokens": size, "sampling": sampling, "eos_ids": self.ends(target)}
+        options |= {"samples_per_prompt": self.samples_per_prompt}
         with explicit_transfers():
-            request = self.batch.tokens, self.batch.lengths, request_keys(seed, len(self.prompts))
+            request = self.batch.tokens, self.batch.lengths, request_keys(seed, self.num_rows)
             if draft is None:
                 return generate(target, *request, **options)
             return speculative_generate(target, draft, *request, **options)
@@ -125,11 +132,11 @@ class Task:
         if np.asarray(wanted).dtype.kind not in "iuf":
             return sampling
         limits = np.where(np.equal(wanted, 0), most, np.minimum(wanted, most))
-        limits = limits if limits.ndim else np.full(len(self.prompts), limits)  # same program for scalars and arrays
+        limits = limits if limits.ndim else np.full(self.num_rows, limits)  # same program for scalars and arrays
         return dataclasses.replace(sampling, max_tokens=limits)
 
     def completions(self, target: LanguageModel, out: Output) -> list[Completion]:
-        """Return each prompt's completion from `out`, the output of `target`.
+        """Return the completion of each row of `out`, the output of `target`.
 
         Raises:
             ValueError: the target's logits are not finite.
@@ -137,7 +144,7 @@ class Task:
         out = jax.device_get(out)
         if out.stats.invalid.any():
             raise ValueError("The target's logits are not finite: its weights are damaged, or too large for the dtype.")
-        return [self._completion(target, out, row) for row in range(len(self.prompts))]
+        return [self._completion(target, out, row) for row in range(self.num_rows)]
 
     def reason(self, target: LanguageModel, stopped: str | list[str] | None, last: int) -> str:
         """Return the finish reason. `last` is the last token; `stopped` is None if no string in `stop` was found."""
@@ -146,13 +153,13 @@ class Task:
         return "eos" if last in eos_ids(target, self.tokenizer) else "stop" if last in self.stop_ids else "length"
 
     def _completion(self, target: LanguageModel, out: Output, row: int) -> Completion:
-        new = slice(int(out.lengths[row]))
-        ids, tokens = self.batch.tokens[row, : self.batch.lengths[row]].tolist(), out.tokens[row, new].tolist()
+        new, prompt = slice(int(out.lengths[row])), row // self.samples_per_prompt
+        ids, tokens = self.batch.tokens[prompt, : self.batch.lengths[prompt]].tolist(), out.tokens[row, new].tolist()
         added = pieces(self.tokenizer, ids, tokens)
         kept = truncate_at_stop(added, self.stop)
         added, reason = added if kept is None else kept, self.reason(target, kept, tokens[-1])
         return Completion(
-            prompt=self.prompts[row],
+            prompt=self.prompts[prompt],
             pieces=added,
             tokens=tokens[: len(added)],
             logprobs=out.logprobs[row, : len(added)].tolist(),
@@ -182,6 +189,7 @@ def complete(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     template: Mapping[str, object] | None = None,
+    samples_per_prompt: int = 1,
 ) -> list[Completion]:
     """Complete text prompts and answer conversations in one batch.
 
@@ -207,9 +215,10 @@ def complete(
             tokens. A special token, such as "<|im_end|>", ends decoding just like the model's own EOS tokens.
         template: chat template variables for every conversation, such as ``{"enable_thinking": False}``. The template
             ignores names that it does not use.
+        samples_per_prompt: the number of completions of each prompt, which is prefilled only once.
 
     Returns:
-        A `Completion` for each prompt.
+        A `Completion` for each prompt, or the completions of the first prompt, then those of the second, and so on.
 
     Raises:
         ValueError: a prompt is empty or malformed; there is no template for a conversation, or the template rejects it;
@@ -225,7 +234,9 @@ def complete(
         )
     if draft is not None:
         options["num_draft_tokens"] = draft_length_of(draft, num_draft_tokens)
+    check_count("samples_per_prompt", samples_per_prompt)
     task = prepare(tokenizer, listed(prompts), stop, template)
+    task = dataclasses.replace(task, samples_per_prompt=samples_per_prompt)
     return task.completions(target, task.decode(target, draft, max_new_tokens, sampling, seed, **options))
 
 
@@ -299,33 +310,6 @@ def truncate_at_stop(pieces: Sequence[str], stop: Sequence[str]) -> list[str] | 
             ends = itertools.accumulate(len(one) for one in pieces[:count])
             return [one[: max(0, min(starts) - end + len(one))] for one, end in zip(pieces, ends, strict=False)]
     return None
-
-
-def statistics(
-    rounds: int, drafted: int, judged: int, accepted: int, accepted_at: list[int], origins: Sequence[int]
-) -> Statistics:
-    """Return one request's counts, as in `jspec.Stats`, and the tokens per round that these counts predict.
-
-    ``acceptance_rate`` is the fraction of verified draft tokens (`judged`) that were accepted. Draft tokens after a
-    rejection are not verified. ``predicted_tokens_per_round`` is equation 1 of Leviathan et al. 2023 at that rate. It
-    is None if a round had fewer draft tokens than the equation assumes. The measured value is lower if the end of the
-    text cuts off the last round. It also differs if acceptances come in streaks.
-    """
-    rate = accepted / judged if judged else None
-    # A bonus token follows a fully accepted draft.
-    whole = origins.count(BONUS) <= sum(accepted_at[-1:]) and NO_DRAFT not in origins
-    predicted = float(theory.expected_tokens(rate, len(accepted_at))) if rate is not None and whole else None
-    return {
-        "tokens": len(origins),
-        "rounds": rounds,
-        "drafted": drafted,
-        "judged": judged,
-        "accepted": accepted,
-        "accepted_at": accepted_at,
-        "acceptance_rate": rate,
-        "tokens_per_round": len(origins) / rounds,
-        "predicted_tokens_per_round": predicted,
-    }
 
 
 def _special(tokenizer: Tokenizer, string: str) -> int | None:

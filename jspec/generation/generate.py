@@ -27,6 +27,7 @@ def generate(
     sampling: SamplingParams = SamplingParams(),
     eos_ids: ArrayLike = (),
     pad_id: int = 0,
+    samples_per_prompt: int = 1,
 ) -> Output:
     """Decode one token per forward pass of `target`.
 
@@ -34,7 +35,7 @@ def generate(
     `speculative_generate` must match. Both functions have the same arguments, results and errors, except that this
     one takes no drafting arguments, and its ``stats.accepted_at`` has no columns.
     """
-    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids, samples_per_prompt)
     check_arguments(target, None, prompts, max_new_tokens, None, sampling, eos_ids, pad_id)
     spec = ProgramSpec(max_new_tokens, Fixed(0), RULES["rejection"])
     return run_program(target, None, prompts, sampling, eos_ids, pad_id, spec)
@@ -54,6 +55,7 @@ def speculative_generate(
     eos_ids: ArrayLike = (),
     pad_id: int = 0,
     record: bool = False,
+    samples_per_prompt: int = 1,
 ) -> Output:
     """Decode with a draft. Under an exact rule, the output has exactly the distribution of `generate`.
 
@@ -88,6 +90,9 @@ def speculative_generate(
         pad_id: the token id that fills ``out.tokens`` after a row's end.
         record: whether to keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``. This compiles a
             different program, which is equally fast.
+        samples_per_prompt: G, the number of samples of each prompt, which is prefilled only once. Row ``b G + g`` of
+            the output is sample g of prompt b. `keys`, and everything that `sampling` and `eos_ids` give for each
+            request, then have B G entries.
 
     Returns:
         The `Output`.
@@ -99,10 +104,10 @@ def speculative_generate(
     """
     rule = check_rule(accept)
     drafter = as_drafter(draft)
-    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids)
+    prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids, samples_per_prompt)
     num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
     check_arguments(target, drafter, prompts, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
-        num_draft_tokens = best_number(target, drafter, prompts, max_new_tokens, sampling, rule)
+        num_draft_tokens = best_number(target, drafter, prompts.repeated(), max_new_tokens, sampling, rule)
     spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule, record)
     return run_program(target, drafter, prompts, sampling, eos_ids, pad_id, spec)

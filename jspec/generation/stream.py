@@ -11,7 +11,8 @@ from jspec.core.types import check_count
 from jspec.drafters.base import DraftSource
 from jspec.drafters.standalone.model import positions
 from jspec.engine import Engine, Request, Result
-from jspec.generation.complete import Completion, Task, engine_draft_length, prepare, statistics
+from jspec.generation.complete import Completion, Task, engine_draft_length, prepare
+from jspec.generation.statistics import statistics
 from jspec.models.language_model import LanguageModel
 from jspec.models.llama import Llama
 from jspec.models.sampling_defaults import recommended

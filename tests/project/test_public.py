@@ -88,6 +88,7 @@ def test_public_names_are_pinned():
         "Relaxed",
         "RetrievalDrafter",
         "SamplingParams",
+        "Scores",
         "Stats",
         "Threshold",
         "TokenRecyclingDrafter",
@@ -106,6 +107,7 @@ def test_public_names_are_pinned():
         "lengths",
         "load",
         "load_weights",
+        "logprobs",
         "merge_lora",
         "online",
         "plan",
@@ -135,9 +137,11 @@ def test_public_signatures_are_pinned():
 
     batch = ["tokens", "lengths", "keys"]
     last = ["sampling", "eos_ids", "pad_id"]
-    expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in ["max_new_tokens", *last]]
+    options = ["max_new_tokens", *last, "samples_per_prompt"]
+    expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.generate) == expected
     options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id", "record"]
+    options += ["samples_per_prompt"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "max_nodes", "accept"]
@@ -274,7 +278,7 @@ def test_types_are_declared(report):
     report(any_per_1000_lines=round(untyped, 1), probes_per_1000_lines=round(probes, 1), wide=len(wide))
     assert untyped <= 4
     assert probes <= 1
-    public = {"complete", "stream", "speculative_generate", "plan", "train_drafter", "tune", "__init__"}
+    public = {"complete", "stream", "generate", "speculative_generate", "plan", "train_drafter", "tune", "__init__"}
     assert {name.rsplit(".", 1)[1] for name in wide} - public <= WIDE
 
 
