@@ -259,9 +259,10 @@ def _publish(subject: Subject, run: Run, rows: list[dict[str, Any]], tuned: list
     if run.activation_bits < 24:
         bits = f"-{run.activation_bits}-bit-activations"
         rounding = f"jspec rounds activations that multiply quantised weights to {run.activation_bits} bits."
+    rival = "-transformers" if run.with_transformers else ""
     missing = "" if LLAMA_CPP in others else " llama.cpp is not measured: it needs llama-cpp-python and a GGUF file."
     publish(
-        f"answers-{subject.name}{bits}-t{run.temperature:g}-{jax.default_backend()}",
+        f"answers-{subject.name}{bits}{rival}-t{run.temperature:g}-{jax.default_backend()}",
         f"{subject.name}, temperature {run.temperature:g}: answers to {run.questions} coding questions,"
         f" at most {run.new_tokens} new tokens, {subject.target.dtype}",
         rows,
