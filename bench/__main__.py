@@ -123,7 +123,7 @@ def samples(
     new_tokens: NewTokens = 32,
     repeats: Repeats = 5,
 ) -> None:
-    """Compare several samples of one prompt, which is prefilled once, with as many equal prompts."""
+    """Compare samples_per_prompt, which prefills the prompt once, with a batch of identical prompts."""
     from bench import samples
 
     samples.run(measured(new_tokens, pair, target, draft, None, output), count, width, new_tokens, repeats)

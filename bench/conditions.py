@@ -42,7 +42,7 @@ def _version(package: str) -> str | None:
 
 
 def _command(arguments: list[str]) -> str:
-    """Return the command without the folder of its results, which does not affect them, and without the home folder."""
+    """Return the command with ~ for the home folder, and without `--output`, which does not affect the results."""
     if "--output" in arguments:
         i = arguments.index("--output")
         arguments = arguments[:i] + arguments[i + 2 :]

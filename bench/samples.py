@@ -1,4 +1,4 @@
-"""Several samples of one prompt: the time with a single prefill, relative to as many equal prompts."""
+"""Several samples of one prompt: the time with a single prefill, relative to a batch of identical prompts."""
 
 import functools
 from typing import Any
@@ -35,8 +35,8 @@ def run(subject: Subject, samples: int, width: int, new_tokens: int, repeats: in
         rows,
         plots.bars("new tokens", "x rows"),
         notes=[
-            f"Medians of {repeats} calls in turns. samples: samples_per_prompt={samples}. rows: {samples} equal"
-            " prompts. x rows: time relative to that of the rows; from and to: quartiles.",
+            f"Medians of {repeats} calls in turns. samples: samples_per_prompt={samples}. rows: {samples} identical"
+            " prompts. x rows: time of samples divided by time of rows; from and to: quartiles.",
         ],
         folder=subject.folder,
     )

@@ -71,7 +71,9 @@ class _Scaling:
         try:
             keys = [key for key in self.alpha_pattern if re.fullmatch(rf"(.*\.)?({key})", module)]
         except re.error as error:
-            raise CheckpointError(f"{CONFIG} has an alpha_pattern that is no regular expression ({error}).") from error
+            raise CheckpointError(
+                f"{CONFIG} has an alpha_pattern key that is not a regular expression ({error}); correct the key."
+            ) from error
         alpha = number(dict(self.alpha_pattern), keys[0]) if keys else self.alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -115,8 +117,8 @@ def _scaling(raw: Fields) -> _Scaling:
         raise CheckpointError(f"{CONFIG} sets bias to {raw['bias']!r}; jspec can merge only adapters without biases.")
     if raw.get("init_lora_weights") not in _INITS:
         raise CheckpointError(
-            f"{CONFIG} sets init_lora_weights to {raw['init_lora_weights']!r}, which changes the base model, too; save "
-            "the adapter with PEFT's `path_initial_model_for_weight_conversion`."
+            f"{CONFIG} sets init_lora_weights to {raw['init_lora_weights']!r}, which also changes the base model; save "
+            "the adapter again with PEFT's `save_pretrained(..., path_initial_model_for_weight_conversion=...)`."
         )
     if unsupported := [
         name

@@ -107,12 +107,12 @@ class Sources:
         """
         if draft_quantize is not None and (not is_model(self.draft) or head_kind(self.draft)):
             raise UsageError(
-                f"--draft-quantize needs a draft model, and {self.name} is none; leave out --draft-quantize."
+                f"--draft-quantize needs a draft model, but {self.name} is not one; leave out --draft-quantize."
             )
         return Precision(dtype, quantize, int(activation_bits), draft_quantize or quantize)
 
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
-        """Return the target and its drafter, if any. Of `precision`, only `dtype` applies to heads."""
+        """Return the target and its drafter, if any. For heads, only `precision.dtype` applies."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
 

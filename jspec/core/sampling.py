@@ -223,6 +223,30 @@ def token_probs(
     Returns:
         ``float32[B, S, V]``. Each row sums to 1, or is all 0 if its logits are invalid (NaN, +inf, or all -inf).
     """
+    logits = _biased(logits, transforms, token_counts, drafted, seen)
+    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+
+
+def token_log_probs(
+    logits: Array,
+    transforms: LogitsTransforms,
+    token_counts: TokenCounts | None,
+    drafted: Array | None = None,
+    seen: Array | None = None,
+) -> Array:
+    """Return the logs of `token_probs`, which are finite and differentiable even if a probability underflows."""
+    logits = _biased(logits, transforms, token_counts, drafted, seen)
+    return jax.vmap(jax.vmap(_log_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+
+
+def _biased(
+    logits: Array,
+    transforms: LogitsTransforms,
+    token_counts: TokenCounts | None,
+    drafted: Array | None,
+    seen: Array | np.ndarray | None,
+) -> Array:
+    """Return logits in float32 after the bias and the penalties. See `token_probs`."""
     logits = logits.astype(jnp.float32)
     if transforms.bias is not None:
         logits = logits + transforms.bias[:, None, :]
@@ -230,7 +254,7 @@ def token_probs(
         assert token_counts is not None, "penalties need token counts"
         counts = _counts_by_position(token_counts.counts, drafted, seen)
         logits = jax.vmap(jax.vmap(_penalise, (0, 0, None, None)))(logits, counts, token_counts.prompt, transforms)
-    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+    return logits
 
 
 def _counts_by_position(counts: Array, drafted: Array | None, seen: Array | np.ndarray | None) -> Array:
@@ -258,6 +282,22 @@ def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTra
 
 def _law(logits: Array, transforms: LogitsTransforms) -> Array:
     """Apply temperature and filters at one position, without batch axes: logits ``[V]`` to probabilities ``[V]``."""
+    largest, greedy, _, probs, keep = _filtered(logits, transforms)
+    probs = jnp.where(keep, probs, 0)
+    probs = jnp.where(transforms.temperature > 0, probs / probs.sum(), greedy)
+    return jnp.where(jnp.isfinite(largest), probs, 0)
+
+
+def _log_law(logits: Array, transforms: LogitsTransforms) -> Array:
+    """Return the logs of `_law`."""
+    largest, greedy, scaled, _, keep = _filtered(logits, transforms)
+    sampled = jnp.where(keep, scaled - jnp.log(jnp.where(keep, jnp.exp(scaled), 0).sum()), -jnp.inf)
+    log_probs = jnp.where(transforms.temperature > 0, sampled, jnp.where(greedy > 0, 0.0, -jnp.inf))
+    return jnp.where(jnp.isfinite(largest), log_probs, -jnp.inf)
+
+
+def _filtered(logits: Array, transforms: LogitsTransforms) -> tuple[Array, Array, Array, Array, Array]:
+    """Return the largest logit, its place as one-hot, the scaled logits, their softmax, and which tokens are kept."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
     # Find the first maximum without argmax, which takes three times as long on CPU as two plain reductions.
     greedy = (index == jnp.min(jnp.where(logits == largest, index, logits.size))).astype(logits.dtype)
@@ -271,9 +311,7 @@ def _law(logits: Array, transforms: LogitsTransforms) -> Array:
         keep &= _nucleus(probs, transforms.tail_mass)
     if transforms.min_p is not None:
         keep &= probs >= transforms.min_p * jnp.max(probs)
-    probs = jnp.where(keep, probs, 0)
-    probs = jnp.where(transforms.temperature > 0, probs / probs.sum(), greedy)
-    return jnp.where(jnp.isfinite(largest), probs, 0)
+    return largest, greedy, scaled, probs, keep
 
 
 def _kth_largest(values: Array, k: float | Array | np.ndarray) -> Array:

@@ -267,13 +267,27 @@ class Output:
     record: Record | None = None
 
     def with_prompts(self, tokens: ArrayLike, lengths: ArrayLike) -> tuple[Array, Array]:
-        """Return each prompt followed by its new tokens, ``int32[B, P + N]``, and the lengths, for `jspec.logprobs`.
+        """Return each row's prompt followed by its new tokens, and the total lengths, for `jspec.logprobs`.
 
         Args:
-            tokens, lengths: the prompts, as they were passed. With several samples per prompt, each is repeated.
+            tokens, lengths: the prompts, as passed to the call that returned this output. Do not repeat them for
+                `samples_per_prompt`.
+
+        Returns:
+            ``int32[B, P + N]`` and ``int32[B]``, for the B rows of this output.
+
+        Raises:
+            ValueError: the number of rows is not a multiple of the number of prompts.
         """
-        samples = self.tokens.shape[0] // jnp.shape(tokens)[0]
-        prompts, starts = (jnp.repeat(jnp.asarray(part), samples, axis=0) for part in (tokens, lengths))
+        rows, count = self.tokens.shape[0], jnp.shape(tokens)[0]
+        if rows % count or jnp.shape(lengths) != (count,):
+            raise ValueError(
+                f"The output has {rows} rows, but there are {count} prompts and lengths of shape {jnp.shape(lengths)}; "
+                "pass the prompts of the call that returned this output."
+            )
+        prompts, starts = (
+            jnp.repeat(jnp.asarray(part).astype(self.tokens.dtype), rows // count, axis=0) for part in (tokens, lengths)
+        )
         texts = write_rows(jnp.pad(prompts, ((0, 0), (0, self.tokens.shape[1]))), self.tokens, starts)
         return texts, starts + self.lengths
 

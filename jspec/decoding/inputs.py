@@ -36,8 +36,8 @@ class PromptBatch:
     keys: Array
     samples_per_prompt: int = 1
 
-    def repeated(self) -> "PromptBatch":
-        """Return a batch of B G prompts with one sample each. It has the same output rows."""
+    def repeat_prompts(self) -> "PromptBatch":
+        """Return an equivalent batch of B G prompts with one sample each."""
         if self.samples_per_prompt == 1:
             return self
         tokens, lengths = (jnp.repeat(part, self.samples_per_prompt, axis=0) for part in (self.tokens, self.lengths))

@@ -147,7 +147,7 @@ def start(
             cache = prefill(target, tokens, slots)
         drafter_state = () if drafter is None else drafter.init(tokens, slots, signals)
         _check_rows(drafter, drafter_state, len(tokens), samples)
-        tokens, cache, drafter_state = _repeated((tokens, cache, drafter_state), samples)
+        tokens, cache, drafter_state = _repeat_rows((tokens, cache, drafter_state), samples)
     token_counts = None
     if params.transforms.penalised:
         token_counts = count_prompt(tokens, params.prompt_lengths, target.config.vocab_size)
@@ -173,10 +173,10 @@ def _check_rows(drafter: Drafter[PyTree] | None, state: PyTree, batch: int, samp
         )
 
 
-def _repeated(state: PyTree, samples: int) -> PyTree:
+def _repeat_rows(state: PyTree, samples: int) -> PyTree:
     """Return `state` with each row repeated `samples` times."""
 
-    def repeated(leaf: Array) -> Array:
+    def repeat(leaf: Array) -> Array:
         return jnp.repeat(leaf, samples, axis=0)
 
-    return state if samples == 1 else jax.tree.map(repeated, state)
+    return state if samples == 1 else jax.tree.map(repeat, state)

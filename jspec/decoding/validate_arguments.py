@@ -60,7 +60,7 @@ def check_arguments(
     _check_keys(prompts.keys, batch)
     check_sampling(sampling, batch, vocab_size)
     check_positions(target, drafter, prompts.lengths, max_new_tokens, sampling.max_tokens)
-    _check_ids(eos_ids, pad_id, batch, vocab_size)
+    check_ids(eos_ids, pad_id, batch, vocab_size)
 
 
 def _check_capabilities(target: Llama, drafter: Drafter[PyTree] | None) -> None:
@@ -251,8 +251,8 @@ def _defines(drafter: object, name: str) -> bool:
     return hasattr(drafter, name) and vars(Drafter).get(name, drafter) is not getattr(type(drafter), name, None)
 
 
-def check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> int:
-    """Validate the prompts, and return the batch size."""
+def check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig, kind: str = "prompt") -> int:
+    """Validate prompts or other texts, and return the batch size. Messages call each of them a `kind`."""
     if not all(isinstance(size, int) for size in (*tokens.shape, *lengths.shape)):
         raise ValueError(
             f"tokens has the symbolic shape {tokens.shape}, but a decoding program has one fixed shape; export "
@@ -277,8 +277,8 @@ def check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> i
     counts, ids = values_if_known(lengths), values_if_known(tokens)
     if counts is not None and (bad := np.flatnonzero((counts < 1) | (counts > width))).size:
         raise ValueError(
-            f"lengths[{bad[0]}] is {counts[bad[0]]}, but a prompt has 1 to {width} tokens (P = {width}); "
-            "an empty prompt needs at least a start-of-text token."
+            f"lengths[{bad[0]}] is {counts[bad[0]]}, but a {kind} has 1 to {width} tokens; "
+            f"an empty {kind} needs at least a start-of-text token."
         )
     if counts is not None and ids is not None:
         inside = np.arange(width) < counts[:, None]
@@ -288,7 +288,8 @@ def check_prompts(tokens: AnyArray, lengths: AnyArray, config: LlamaConfig) -> i
                 f"tokens[{row}, {column}] is {ids[row, column]}, outside the vocabulary of "
                 f"{config.vocab_size} tokens; was the prompt encoded with another tokenizer?"
             )
-        check_right_padded(ids, counts, config)
+        if kind == "prompt":  # a finished text may begin with EOS tokens
+            check_right_padded(ids, counts, config)
     return batch
 
 
@@ -312,7 +313,8 @@ def _check_keys(keys: object, batch: int) -> None:
         )
 
 
-def _check_ids(eos_ids: AnyArray, pad_id: object, batch: int, vocab_size: int) -> None:
+def check_ids(eos_ids: AnyArray, pad_id: object, batch: int, vocab_size: int) -> None:
+    """Raise ValueError unless EOS ids and the pad id are valid for a batch."""
     if eos_ids.ndim not in (1, 2) or (eos_ids.ndim == 2 and len(eos_ids) != batch):
         raise ValueError(
             f"eos_ids must be a sequence of token ids, such as (2,), or an array of shape [{batch}, n]; "

@@ -148,10 +148,7 @@ class Engine:
             self._wake.notify()
 
     def update(
-        self,
-        target: Llama | None = None,
-        draft: DraftSource | None = None,
-        running: Running = "finish",
+        self, target: Llama | None = None, draft: DraftSource | None = None, running: Running = "finish"
     ) -> None:
         """Use new weights, without compiling anything. Block until they are in use.
 
@@ -170,14 +167,12 @@ class Engine:
         Raises:
             ValueError: `running` is unknown, or a model differs in more than its weights.
             RuntimeError: weights were deleted, the engine is closed, another update is waiting, or a listener called
-                this method.
+                this method. After any error, the engine keeps the old weights.
         """
         update = Update(target, None if draft is None else as_drafter(draft), running)
         self.device.models.replacement(update.target, update.drafter)  # raises errors at once
         if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "A listener cannot call update(), which would wait for the listener; call it in another thread."
-            )
+            raise RuntimeError("A listener cannot call update(), which would wait for it; use another thread.")
         with self._wake:
             if self._closing:
                 raise RuntimeError("The engine is closed; create a new one from the new weights.")
@@ -185,9 +180,13 @@ class Engine:
                 raise RuntimeError("Another update of this engine has not finished; wait until it returns.")
             self._loop.update = update
             self._wake.notify()
-        while self._thread is None and not update.done.is_set():
-            self._loop.turn()
-        update.wait()
+        try:
+            while self._thread is None and not update.done.is_set():
+                self._loop.turn()
+            update.wait()
+        except KeyboardInterrupt:
+            self._loop.update = None  # nobody waits for the update any more
+            raise
 
     def submit(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         """Queue a request. The engine's thread calls `listen` whenever the result has grown.

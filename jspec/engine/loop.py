@@ -39,6 +39,7 @@ class Loop:
         self._failures = 0
         self.cancel_all = False  # whether to cancel all requests
         self.update: Update | None = None  # new weights that are not in use yet
+        self._needs_reset = False  # whether the slots could not be emptied after a failure
 
     def submit(self, active: ActiveRequest) -> None:
         """Queue a request."""
@@ -71,24 +72,28 @@ class Loop:
             self.recover(error)
 
     def _try_update(self) -> None:
-        """Apply a pending update, unless running requests must finish first. Afterwards, the update is done."""
+        """Apply a pending update, unless running requests must finish first. Pass an error to its caller."""
         update = self.update
-        if update is None:
+        if update is None or (update.waits_for_running and self._any_request_has_begun()):
             return
+        old = self._runner.models
         try:
-            models = self._runner.models.replacement(update.target, update.drafter)
+            new = old.replacement(update.target, update.drafter)
+            changes_target = old.has_other_target(new)
         except Exception as error:  # the engine keeps the old weights
             return self._end(update, error)
-        changes_target = self._runner.models.has_other_target(models)
-        if changes_target and update.running == "finish" and self._has_begun_requests():
+        if changes_target and update.running == "finish" and self._any_request_has_begun():
+            update.waits_for_running = True
             return
         try:
             if changes_target:
                 self._stop_requests(update.running)
-            self._runner.replace_weights(models)
-            if changes_target:
+            self._runner.replace_weights(new)
+            if changes_target or self._needs_reset:
                 self._runner.reset()  # the slots' states depend on the old weights
+                self._needs_reset = False
         except BaseException as error:
+            self._runner.replace_weights(old)
             self._end(update, error)
             raise
         self._end(update, None)
@@ -97,16 +102,16 @@ class Loop:
         self.update, update.error = None, error
         update.done.set()
 
-    def _has_begun_requests(self) -> bool:
+    def _any_request_has_begun(self) -> bool:
         return bool(self._in_flight or self.running_requests or self._next_has_begun())
 
     def _next_has_begun(self) -> bool:
-        """Return whether the next request in the queue had a slot before. A failed call puts such requests first."""
+        """Return whether the next queued request had a slot before. After a failed call, such requests are first."""
         return bool(self._scheduler.waiting) and self._scheduler.waiting[0].assigned_at is not None
 
     def _stop_requests(self, running: Running) -> None:
         """Empty the slots. Restart or cancel all requests that have begun."""
-        with contextlib.suppress(Exception):  # the output of running calls is not needed
+        with contextlib.suppress(Exception):  # a failed call is harmless, because its output is discarded
             self._runner.wait()
         active_requests = itertools.chain(*self._empty())
         for active in active_requests:
@@ -304,15 +309,17 @@ class Loop:
     def recover(self, error: BaseException) -> None:
         """Empty the slots after a failure. Requests with a key are prefilled again, and their output is the same.
 
-        End a request that failed repeatedly and ran alone the last time. End all requests if every call fails.
+        End a request that failed repeatedly and ran alone the last time. End all requests if every call fails, except
+        new requests that wait for an update, because the new weights may fix the failure.
         """
         _LOG.error("An engine call has failed.", exc_info=error)
         self._failures += 1
         running, waiting = self._empty()
         try:
             self._runner.reset()
+            self._needs_reset = False
         except Exception as worse:
-            error, self._failures = worse, 3 * _PATIENCE
+            error, self._failures, self._needs_reset = worse, 3 * _PATIENCE, True
         for active in running:
             active.failures += 1
         all_fail = self._failures >= 3 * _PATIENCE

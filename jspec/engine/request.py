@@ -126,7 +126,7 @@ class Result:
             "constraint_too_complex", "constraint_conflict" (with the request's own settings) or "constraint_dead_end"
             (not the request's fault).
         cached: the number of prompt tokens that were reused and not prefilled.
-        restarts: how often all output was discarded, because `jspec.engine.Engine.update` restarted the request.
+        restarts: the number of times that `jspec.engine.Engine.update` discarded all output and restarted the request.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list[int])

@@ -1,4 +1,4 @@
-"""Queueing of many requests, and the wait until all end."""
+"""Queue many requests, and wait until all have ended."""
 
 import queue
 import time

@@ -117,7 +117,7 @@ class ActiveRequest:
         self.draft_lengths += draft_lengths
 
     def restart(self) -> None:
-        """Discard the output. The result stays the same object, and `assigned_at` keeps its value."""
+        """Discard the output, count the restart and notify the listener. Keep the result object and `assigned_at`."""
         vars(self.result).update(vars(Result(restarts=self.result.restarts + 1)))
         self.draft_lengths = []
         self.notify()

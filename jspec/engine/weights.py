@@ -7,7 +7,7 @@ from typing import Literal, Protocol, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 
 from jspec.engine.slots import AnyDrafter
 from jspec.models.llama import Llama
@@ -28,23 +28,28 @@ Running: TypeAlias = Literal["finish", "restart", "abort"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Models:
-    """Models, and the weights that programs read.
+    """A target and a drafter, with the weights that the programs read.
 
     Attributes:
-        structures: the tree structures of target and drafter.
-        weights: the leaves of target and drafter, with which the programs run even if the models change.
+        structures: the tree structures of both.
+        weights: the leaves of both, as they were when this object was created. Programs read them even if the models
+            change.
+        layouts: the memory layouts that programs require; None for leaves that are not arrays.
     """
 
     target: Llama
     drafter: AnyDrafter | None
     structures: tuple[_Structure, _Structure]
     weights: list[object]
+    layouts: list[object]
 
     @classmethod
     def of(cls, target: Llama, drafter: AnyDrafter | None) -> "Models":
         """Return models with their current weights."""
         parts = [cast(_Flat, jax.tree.flatten(model)) for model in (target, drafter)]
-        return cls(target, drafter, (parts[0][1], parts[1][1]), [*parts[0][0], *parts[1][0]])
+        weights = [*parts[0][0], *parts[1][0]]
+        layouts = [_layout(leaf) if isinstance(leaf, jax.Array) and not leaf.is_deleted() else None for leaf in weights]
+        return cls(target, drafter, (parts[0][1], parts[1][1]), weights, layouts)
 
     @property
     def by_name(self) -> dict[str, tuple[_Structure, list[object]]]:
@@ -54,22 +59,27 @@ class Models:
         return dict(zip(("target", "draft"), zip(self.structures, parts, strict=True), strict=True))
 
     def replacement(self, target: Llama | None, drafter: AnyDrafter | None) -> "Models":
-        """Return models with their current weights. None stands for one of these models.
+        """Return `Models` with the current weights of `target` and `drafter`. None keeps the present model.
 
         Raises:
-            ValueError: a model differs from these models in more than its weights.
+            ValueError: a new model differs from the present one in more than its weights.
             RuntimeError: weights were deleted.
         """
         new = Models.of(self.target if target is None else target, self.drafter if drafter is None else drafter)
         check_exist(new.weights)
         for name, (structure, weights) in new.by_name.items():
             _check_replacement(name, (structure, weights), self.by_name[name])
-        return dataclasses.replace(new, weights=in_layouts_of(new.weights, self.weights))
+        return dataclasses.replace(new, weights=_match_layouts(new.weights, self.layouts), layouts=self.layouts)
 
     def has_other_target(self, models: "Models") -> bool:
-        """Return whether the target's arrays in `models` differ from those of these models."""
-        pairs = zip(models.by_name["target"][1], self.by_name["target"][1], strict=True)
-        return any(new is not old for new, old in pairs)
+        """Return whether `models` holds other arrays for the target than this object does.
+
+        Equal copies of the arrays of the same model do not count. See `check_unchanged`.
+        """
+        new, old = models.by_name["target"][1], self.by_name["target"][1]
+        if models.target is self.target:
+            return not _are_equal(new, old)
+        return any(array is not weight for array, weight in zip(new, old, strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,6 +89,7 @@ class Update:
     Attributes:
         target, drafter: the models that hold the new weights; None for the engine's own.
         running: what happens to running requests if the target's weights change. See `jspec.engine.Engine.update`.
+        waits_for_running: whether running requests must finish first, because the target's weights change.
         done: an event that is set when the weights are in use, or when the update has failed.
         error: the error that made the update fail.
     """
@@ -86,6 +97,7 @@ class Update:
     target: Llama | None
     drafter: AnyDrafter | None
     running: Running
+    waits_for_running: bool = False
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -101,11 +113,11 @@ class Update:
 
 
 def _check_replacement(name: str, new: tuple[_Structure, list[object]], old: tuple[_Structure, list[object]]) -> None:
-    """Raise ValueError unless the programs that read the weights of a model can read those of another model.
+    """Raise ValueError unless programs that were compiled for the weights `old` can read the weights `new`.
 
     Args:
         name: the name of the model in messages.
-        new, old: the structures and weights of the other model and of the model.
+        new, old: the tree structure and the weights of a model.
     """
     structure, weights = new
     if structure != old[0]:
@@ -136,30 +148,29 @@ def _described(leaf: object) -> str:
     return f"{jax.typeof(leaf)} on {', '.join(sorted(map(str, devices)))}"
 
 
-def in_layouts_of(new: Sequence[object], old: Sequence[object]) -> list[object]:
-    """Return the arrays `new`, moved to the memory layouts of `old` where these differ, as programs require.
+def _match_layouts(weights: Sequence[object], layouts: Sequence[object]) -> list[object]:
+    """Return `weights`, with each array moved to its memory layout in `layouts`, as programs require.
 
-    `jspec.models.array_layout` gives an embedding on a TPU a layout that an array from a training step does not have.
+    On a TPU, `jspec.models.array_layout` gives embeddings a layout that arrays from a training step do not have.
     """
 
-    def moved(array: object, like: object) -> object:
-        if not (isinstance(array, jax.Array) and isinstance(like, jax.Array)):
-            return array
-        layout = _format(like).layout
-        return array if _format(array).layout == layout else jax.device_put(array, Format(layout, array.sharding))
+    def moved(weight: object, layout: object) -> object:
+        if not isinstance(weight, jax.Array) or layout is None or _layout(weight) == layout:
+            return weight
+        return jax.device_put(weight, Format(cast(Layout, layout), weight.sharding))
 
-    return [moved(*pair) for pair in zip(new, old, strict=True)]
+    return [moved(*pair) for pair in zip(weights, layouts, strict=True)]
 
 
-def _format(array: jax.Array) -> Format:
-    return cast(Format, array.format)  # pyright: ignore[reportAttributeAccessIssue]
+def _layout(array: jax.Array) -> object:
+    return cast(Format, array.format).layout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_unchanged(models: Models) -> None:
     """Raise RuntimeError unless the models still hold the weights that an engine reads, and the weights exist.
 
-    An engine reads the arrays of its creation or of its last `update`, and its slots hold states computed from them. If
-    the models change, the engine would silently decode with the old weights.
+    An engine reads the arrays that it was created with, or those of its last `update`. Its slots hold states computed
+    from them. If the models changed, the engine would silently decode with the old weights.
 
     Replacing arrays with equal copies does not count as a change, because `flax.nnx.jit` puts new arrays into every
     model passed to it. The copies replace the originals in ``models.weights``, so that they are compared only once and
@@ -174,7 +185,8 @@ def check_unchanged(models: Models) -> None:
                 f"The weights of the {name} have changed, but the engine still has the old ones; call the engine's "
                 "update() to use the current weights, or create a new Engine."
             )
-        weights[start:end] = in_layouts_of(leaves, weights[start:end])
+        if models.layouts[start:end] == [_layout(leaf) if isinstance(leaf, jax.Array) else None for leaf in leaves]:
+            weights[start:end] = leaves
         start = end
     check_exist(weights)
 

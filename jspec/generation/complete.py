@@ -209,7 +209,7 @@ def complete(
         sampling: same as in `jspec.speculative_generate`. This argument replaces all of the model's defaults. If it is
             None, each field has the value that the target's generation_config.json recommends, or else that of
             `SamplingParams()`.
-        seed: the random seed. Request i's key depends on `seed` and i.
+        seed: the random seed. The key of completion i depends on `seed` and i.
         stop: one or several stop strings. The text ends before the first match. The completion keeps tokens up to the
             one that completes the match. Decoding continues after that token, and `Completion.stats` counts the extra
             tokens. A special token, such as "<|im_end|>", ends decoding just like the model's own EOS tokens.
@@ -218,7 +218,7 @@ def complete(
         samples_per_prompt: the number of completions of each prompt, which is prefilled only once.
 
     Returns:
-        A `Completion` for each prompt, or the completions of the first prompt, then those of the second, and so on.
+        `samples_per_prompt` completions of each prompt (by default one), in the order of the prompts.
 
     Raises:
         ValueError: a prompt is empty or malformed; there is no template for a conversation, or the template rejects it;

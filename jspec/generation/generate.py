@@ -90,9 +90,9 @@ def speculative_generate(
         pad_id: the token id that fills ``out.tokens`` after a row's end.
         record: whether to keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``. This compiles a
             different program, which is equally fast.
-        samples_per_prompt: G, the number of samples of each prompt, which is prefilled only once. Row ``b G + g`` of
-            the output is sample g of prompt b. `keys`, and everything that `sampling` and `eos_ids` give for each
-            request, then have B G entries.
+        samples_per_prompt: G, the number of samples of each prompt. Each prompt is prefilled only once. Row ``b G + g``
+            of the output is sample g of prompt b. Per-request values in `keys`, `sampling` and `eos_ids` then have
+            B G entries.
 
     Returns:
         The `Output`.
@@ -108,6 +108,6 @@ def speculative_generate(
     num_draft_tokens = number_of_drafts(target, drafter, num_draft_tokens, rule)
     check_arguments(target, drafter, prompts, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
-        num_draft_tokens = best_number(target, drafter, prompts.repeated(), max_new_tokens, sampling, rule)
+        num_draft_tokens = best_number(target, drafter, prompts.repeat_prompts(), max_new_tokens, sampling, rule)
     spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule, record)
     return run_program(target, drafter, prompts, sampling, eos_ids, pad_id, spec)

@@ -1,6 +1,7 @@
 # pyright: reportUnknownArgumentType=false
-"""Log-probabilities of finished texts, with gradients, in bounded memory."""
+"""Differentiable log-probabilities of finished texts, from the logits of a few positions at a time."""
 
+import functools
 from typing import NamedTuple, TypeAlias, cast
 
 import jax
@@ -18,13 +19,14 @@ from jspec.core.sampling import (
     add_tokens,
     broadcast_rows,
     count_prompt,
-    token_probs,
+    token_log_probs,
 )
+from jspec.core.sharding import on_any_mesh, vary_like
+from jspec.core.transfers import values_if_known
 from jspec.core.types import check_count, pytree
 from jspec.decoding.inputs import AnyArray
 from jspec.decoding.program import traced
-from jspec.decoding.validate_arguments import as_array, check_prompts, check_target
-from jspec.decoding.validate_positions import check_positions
+from jspec.decoding.validate_arguments import as_array, as_arrays, check_ids, check_prompts, check_target
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.models.language_model import LanguageModel
 from jspec.models.logprobs import raw_logprobs
@@ -34,15 +36,15 @@ _CHUNK = 128  # positions whose logits are in memory at the same time
 
 @pytree
 class Scores:
-    """The result of `logprobs`. All entries are for the token at the same index, and 0 at index 0 and after the end.
+    """The result of `logprobs`. Column s describes token s; column 0 and columns after a text's end are 0.
 
     Attributes:
         logprobs: ``float32[B, S]``, the log-probability under the distribution after all transforms, as in
             `Output.logprobs`.
         raw_logprobs: ``float32[B, S]``, the log-softmax of the logits, as in `Output.raw_logprobs`.
         entropies: ``float32[B, S]``, the entropy in nats of the distribution after all transforms.
-        kl: ``float32[B, S]``, the KL divergence in nats of the model's own distribution from that of the reference;
-            None without a reference.
+        kl: ``float32[B, S]``, KL(target || reference) in nats, between the softmaxes of their raw logits; None without
+            a reference.
     """
 
     logprobs: Array
@@ -51,8 +53,19 @@ class Scores:
     kl: Array | None = None
 
 
+class _Texts(NamedTuple):
+    """The texts and the settings of `logprobs`, as arrays. The first has one row per text."""
+
+    tokens: AnyArray
+    lengths: AnyArray
+    prompt_lengths: AnyArray
+    transforms: LogitsTransforms
+    min_tokens: AnyArray | None
+    eos_ids: AnyArray
+
+
 class _Settings(NamedTuple):
-    """What `logprobs` needs besides the models and the texts."""
+    """The settings of `logprobs`, with one entry per text."""
 
     prompt_lengths: Array
     transforms: LogitsTransforms
@@ -60,7 +73,7 @@ class _Settings(NamedTuple):
     eos_ids: Array
 
 
-_Chunk: TypeAlias = tuple[Array, Array | None, Array, Array]  # hidden states (two models), tokens and their indices
+_Chunk: TypeAlias = tuple[Array, Array | None, Array, Array]  # both models' hidden states, tokens and their indices
 
 
 def logprobs(
@@ -76,42 +89,41 @@ def logprobs(
 ) -> Scores:
     """Return the log-probability of each token of finished texts, given the tokens before it.
 
-    The result is that of `generate`, up to rounding. Unlike `generate`, it has gradients with respect to the models'
-    weights. Logits are computed for `chunk` positions at a time, and again for the gradient, so that memory does not
-    grow with the length times the vocabulary. You can call this function inside your own `jax.jit`.
+    For new tokens, the result equals `Output.logprobs` and `Output.raw_logprobs`, up to rounding. It is differentiable
+    with respect to the models' weights. Logits are computed for `chunk` positions at a time and recomputed in the
+    backward pass, so the logits of all positions are never in memory at once. You can call this function inside your
+    own `jax.jit`.
 
     Args:
         target: a `jspec.Llama` or another model.
         tokens: ``int32[B, S]``, the texts, padded on the right with any values. `Output.with_prompts` returns them.
-        lengths: ``int32[B]`` in 1..S.
+        lengths: ``int32[B]`` in 1..S, the number of tokens in each text, including its prompt.
         sampling: the parameters with which the texts were sampled; `max_tokens` and the draft's parameters are ignored.
-        prompt_lengths: ``int32[B]``, how many tokens of each text are its prompt. Required if `sampling` has penalties
-            or `min_tokens`, which distinguish the prompt from new tokens.
+        prompt_lengths: ``int32[B]``, the number of prompt tokens at the start of each text. Required with penalties or
+            `min_tokens`; the entries of prompt tokens are then meaningless, and may be -inf. Select entries with
+            ``jnp.where`` or ``mean(where=...)``, not with a product.
         eos_ids: as in `generate`, for `min_tokens`.
         reference: another model with the same vocabulary, for the KL divergence.
-        chunk: the number of positions. It does not change the result.
+        chunk: the number of positions whose logits are in memory at once. It changes the result only by rounding.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or `prompt_lengths` is missing.
     """
-    tokens, lengths, ends = (
-        as_array(*pair) for pair in (("tokens", tokens), ("lengths", lengths), ("eos_ids", np.atleast_1d(eos_ids)))
-    )
+    prompts, sampling, ends = as_arrays(tokens, lengths, jax.random.split(jax.random.key(0), 1), sampling, eos_ids)
+    tokens, lengths = prompts.tokens, prompts.lengths
     batch = _check(target, reference, tokens, lengths, sampling, chunk)
+    check_ids(ends, 0, batch, target.config.vocab_size)
     fields = traced(sampling, ends, 0)
     needs_prompts = fields.transforms.penalised or fields.min_tokens is not None
     if prompt_lengths is None and needs_prompts:
         raise ValueError(
-            "sampling has penalties or min_tokens, which start after the prompt; pass prompt_lengths, too."
+            "sampling has penalties or min_tokens, which need the boundary between prompt and new tokens; pass "
+            "prompt_lengths."
         )
-    settings = _Settings(
-        prompt_lengths=jnp.zeros(batch, jnp.int32) if prompt_lengths is None else jnp.asarray(prompt_lengths),
-        transforms=broadcast_rows(fields.transforms, batch),
-        min_tokens=None if fields.min_tokens is None else jnp.broadcast_to(fields.min_tokens, (batch,)),
-        eos_ids=jnp.broadcast_to(jnp.asarray(fields.eos_ids), (batch, ends.shape[-1])),
-    )
-    texts = jnp.where(prefix_mask(jnp.asarray(lengths), tokens.shape[1]), tokens, 0).astype(jnp.int32)
-    return _scores(target, reference, texts, jnp.asarray(lengths), settings, int(chunk))
+    starts = np.zeros(batch, np.int32) if prompt_lengths is None else as_array("prompt_lengths", prompt_lengths)
+    _check_prompt_lengths(starts, lengths)
+    texts = _Texts(tokens, lengths, starts, fields.transforms, fields.min_tokens, fields.eos_ids)
+    return cast(Scores, _scores(target, reference, texts, chunk=int(chunk)))
 
 
 def _check(
@@ -125,9 +137,8 @@ def _check(
     """Check the arguments of `logprobs`, and return the batch size."""
     check_target(target)
     check_count("chunk", chunk)
-    batch, size = check_prompts(tokens, lengths, target.config), target.config.vocab_size
+    batch, size = check_prompts(tokens, lengths, target.config, "text"), target.config.vocab_size
     check_sampling(sampling, batch, size)
-    check_positions(target, None, lengths, 0, 0)
     if reference is not None:
         check_target(reference)
         if reference.config.vocab_size != size:
@@ -135,19 +146,43 @@ def _check(
                 f"The reference's vocabulary has {reference.config.vocab_size} tokens and the target's {size}; pass a "
                 "model with the same vocabulary."
             )
+    known = values_if_known(lengths)
+    for name, model in (("target", target), ("reference", reference)):
+        limit = None if model is None else model.config.max_position_embeddings
+        if known is not None and limit is not None and (long := np.flatnonzero(known > limit)).size:
+            raise ValueError(
+                f"Text {long[0]} of {known[long[0]]} tokens exceeds the {limit} positions of the {name}; shorten it."
+            )
     return batch
 
 
-def _scores(
-    target: LanguageModel,
-    reference: LanguageModel | None,
-    texts: Array,
-    lengths: Array,
-    settings: _Settings,
-    chunk: int,
-) -> Scores:
-    """Run both models over whole texts, and their output heads over one chunk of positions after another."""
-    batch, size = texts.shape
+def _check_prompt_lengths(starts: AnyArray, lengths: AnyArray) -> None:
+    if starts.shape != lengths.shape or not jnp.issubdtype(starts.dtype, jnp.integer):
+        raise ValueError(
+            f"prompt_lengths must be integers of shape {list(lengths.shape)}, one for each text; got {starts.dtype} of "
+            f"shape {list(starts.shape)}."
+        )
+    first, last = values_if_known(starts), values_if_known(lengths)
+    if first is not None and last is not None and (bad := np.flatnonzero((first < 0) | (first > last))).size:
+        raise ValueError(
+            f"prompt_lengths[{bad[0]}] is {first[bad[0]]}, but text {bad[0]} has {last[bad[0]]} tokens; pass the "
+            "number of tokens before the first new one."
+        )
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+@on_any_mesh
+def _scores(target: LanguageModel, reference: LanguageModel | None, texts: _Texts, *, chunk: int) -> Scores:
+    """Run both models over the whole texts, then compute logits and scores one chunk of positions at a time."""
+    batch, size = texts.tokens.shape
+    lengths, starts = (jnp.asarray(part).astype(jnp.int32) for part in (texts.lengths, texts.prompt_lengths))
+    tokens = jnp.where(prefix_mask(lengths, size), texts.tokens, 0).astype(jnp.int32)
+    settings = _Settings(
+        prompt_lengths=starts,
+        transforms=broadcast_rows(texts.transforms, batch),
+        min_tokens=None if texts.min_tokens is None else jnp.broadcast_to(texts.min_tokens, (batch,)),
+        eos_ids=jnp.broadcast_to(jnp.asarray(texts.eos_ids), (batch, texts.eos_ids.shape[-1])),
+    )
     chunk = min(chunk, max(1, size - 1))
     count = max(1, -(-(size - 1) // chunk))
     padding = count * chunk - (size - 1)
@@ -157,17 +192,17 @@ def _scores(
         array = jnp.pad(array, [(0, 0), (0, padding)] + [(0, 0)] * (array.ndim - 2))
         return jnp.moveaxis(array.reshape(batch, count, chunk, *array.shape[2:]), 1, 0)
 
-    hidden = [None if model is None else chunks(_hidden(model, texts)[:, :-1]) for model in (target, reference)]
+    hidden = [None if model is None else chunks(_hidden(model, tokens)[:, :-1]) for model in (target, reference)]
     indices = jnp.broadcast_to(jnp.arange(1, size), (batch, size - 1))
     counts = None
     if settings.transforms.penalised:
-        counts = count_prompt(texts, settings.prompt_lengths, target.config.vocab_size)
+        counts = vary_like(count_prompt(tokens, starts, target.config.vocab_size), tokens)
 
     @jax.checkpoint
     def score(counts: TokenCounts | None, part: _Chunk) -> tuple[TokenCounts | None, Scores]:
         return _score_chunk(target, reference, settings, counts, part)
 
-    inputs = hidden[0], hidden[1], chunks(texts[:, 1:]), chunks(indices)
+    inputs = hidden[0], hidden[1], chunks(tokens[:, 1:]), chunks(indices)
     parts = cast(tuple[object, Scores], lax.scan(score, counts, inputs))[1]
     valid = prefix_mask(lengths, size)
 
@@ -190,32 +225,28 @@ def _score_chunk(
     part: _Chunk,
 ) -> tuple[TokenCounts | None, Scores]:
     """Return the scores of one chunk ``[B, C]``, and the token counts after it."""
-    hidden, other, tokens, indices = part
+    hidden, reference_hidden, tokens, indices = part
     logits = target.logits(hidden)
-    new = indices - settings.prompt_lengths[:, None]  # how many new tokens precede each token
+    num_new = indices - settings.prompt_lengths[:, None]  # new tokens before each token; negative in the prompt
     masked, seen = logits, None
     if settings.min_tokens is not None:
-        ends = (settings.eos_ids[:, :, None] == jnp.arange(logits.shape[-1])).any(1)
-        early = new < settings.min_tokens[:, None]
-        masked = jnp.where(early[:, :, None] & ends[:, None], -jnp.inf, logits)
+        is_eos = (settings.eos_ids[:, :, None] == jnp.arange(logits.shape[-1])).any(1)
+        early = num_new < settings.min_tokens[:, None]
+        masked = jnp.where(early[:, :, None] & is_eos[:, None], -jnp.inf, logits)
     if counts is not None:  # position s counts the new tokens before it in this chunk
         order = jnp.arange(tokens.shape[1])
-        seen = (order[None, :] < order[:, None])[None] & (new >= 0)[:, None, :]
-    probs = token_probs(masked, settings.transforms, counts, tokens if counts is not None else None, seen)
+        seen = (order[None, :] < order[:, None])[None] & (num_new >= 0)[:, None, :]
+    drafted = tokens if counts is not None else None
+    log_probs = token_log_probs(masked, settings.transforms, counts, drafted, seen)
     scores = Scores(
-        logprobs=_safe_log(at_tokens(probs, tokens)),
+        logprobs=at_tokens(log_probs, tokens),
         raw_logprobs=raw_logprobs(logits, tokens),
-        entropies=-(probs * jnp.where(probs > 0, _safe_log(probs), 0)).sum(-1),
-        kl=None if reference is None or other is None else _kl(logits, reference.logits(other)),
+        entropies=-(jnp.exp(log_probs) * jnp.where(log_probs > -jnp.inf, log_probs, 0)).sum(-1),
+        kl=None if reference is None or reference_hidden is None else _kl(logits, reference.logits(reference_hidden)),
     )
-    return None if counts is None else add_tokens(counts, tokens, new >= 0), scores
-
-
-def _safe_log(probs: Array) -> Array:
-    """Return the log, which is -inf with the gradient 0 where a probability is 0."""
-    return jnp.where(probs > 0, jnp.log(jnp.where(probs > 0, probs, 1)), -jnp.inf)
+    return None if counts is None else add_tokens(counts, tokens, num_new >= 0), scores
 
 
 def _kl(logits: Array, other: Array) -> Array:
-    own, others = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
-    return (jnp.exp(own) * (own - others)).sum(-1)
+    own, others = (jax.nn.log_softmax(part.astype(jnp.float32)) for part in (logits, other))
+    return (jnp.exp(own) * jnp.where(own > -jnp.inf, own - others, 0)).sum(-1)

@@ -56,10 +56,10 @@ def load_weights(model: Llama, arrays: Mapping[str, Weight]) -> None:
             it must equal the embedding.
 
     Raises:
-        ValueError: the model's vocabulary is reduced; names are missing or unknown; a weight has the wrong shape, is
-            not in a common floating-point dtype, is traced, cannot be read, or does not fit the model's dtype; the head
-            and the embedding differ; or a matrix is packed in a format that jspec cannot write. If a value does not
-            fit, the model may be partly updated; otherwise it is unchanged.
+        ValueError: the model's vocabulary is reduced; names are missing or unknown; a weight has the wrong shape, has a
+            dtype other than float32, bfloat16, float16 or float64, is traced, cannot be read, or does not fit the
+            model's dtype; the output head and the tied embedding differ; or a matrix is packed in a format that jspec
+            cannot write. If a value does not fit, the model may be partly updated; all other errors leave it unchanged.
     """
     check_whole_vocabulary(model)
     _check(arrays, model.config)
@@ -90,7 +90,8 @@ def check_whole_vocabulary(model: Llama) -> None:
     """Raise ValueError if the output head of `model` was replaced, as in a drafter with a reduced vocabulary."""
     if (model.lm_head is None) != model.config.tie_word_embeddings or model.head.num_tokens != model.config.vocab_size:
         raise ValueError(
-            "The model's output head holds only some tokens; use the original model, and reduce its vocabulary again."
+            "The model's output head covers only part of the vocabulary; update the original model, then reduce its "
+            "vocabulary again."
         )
 
 
@@ -187,4 +188,4 @@ def as_array(name: str, value: Weight) -> Array:
     try:
         return jnp.from_dlpack(value)
     except (BufferError, RuntimeError) as error:
-        raise ValueError(f"{name} cannot be read: {brief(error)}; pass value.detach().contiguous().") from error
+        raise ValueError(f"{name} cannot be read: {brief(error)}; pass tensor.detach().contiguous().") from error

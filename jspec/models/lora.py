@@ -34,10 +34,10 @@ def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Ll
         alpha: for tensors, the `lora_alpha` of the adapter. The scale is alpha over the rank.
 
     Raises:
-        convert.CheckpointError: the adapter belongs to a model of another configuration, needs more than LoRA, or is
-            damaged.
-        ValueError: `alpha` is missing, superfluous or not a positive number; the model's vocabulary is reduced; a
-            merged value does not fit the dtype; or a matrix is packed in a format that jspec cannot write.
+        convert.CheckpointError: the adapter belongs to a model of another configuration, is not a plain LoRA adapter,
+            or is damaged.
+        ValueError: `alpha` is missing, is not a positive number, or was passed with a folder; the model's vocabulary is
+            reduced; a merged value does not fit the dtype; or a matrix is packed in a format that jspec cannot write.
     """
     if isinstance(adapter, Mapping) and not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
         raise ValueError(f"alpha is {alpha!r}; pass the adapter's lora_alpha, a positive number, with its tensors.")

@@ -32,7 +32,7 @@ class Choice:
         self.writer = StopAwareDetokenizer(served.tokenizer, prompt, parsed.stop, **options, shows_prompt=shows_prompt)
         self.active_request: ActiveRequest | None = None
         self.result = Result()
-        self.count = 0
+        self.count, self._restarts = 0, 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.arrived, self.first, self.last = arrived, 0.0, 0.0
@@ -63,6 +63,10 @@ class Choice:
         """Add the new tokens in the engine's result to the text, and return their number."""
         if self.finish_reason is not None:
             return 0
+        if self.count and result.restarts > self._restarts:  # the client already has some of the discarded text
+            self._finish("abort")
+            return 0
+        self._restarts = result.restarts
         self.result, before = result, self.count
         ended = result.finish_reason  # read before the tokens, because no token arrives after the finish reason
         for token in result.tokens[self.count : self._parsed.max_tokens]:

@@ -25,9 +25,13 @@ MISTAKES = {
     "quantised lookup": (
         ["x", "--draft", "lookup", "--draft-quantize", "int4"],
         2,
-        "needs a draft model, and lookup is none; leave out --draft-quantize.",
+        "needs a draft model, but lookup is not one; leave out",
     ),
-    "quantised exit": (["x", "--draft", "exit:3", "--draft-quantize", "int4"], 2, "a draft model, and exit:3 is none"),
+    "quantised exit": (
+        ["x", "--draft", "exit:3", "--draft-quantize", "int4"],
+        2,
+        "a draft model, but exit:3 is not one",
+    ),
     "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is not an exit; write exit:N"),
     "no exit to be found": (
         ["x", "--target", "TARGET", "--draft", "exit"],

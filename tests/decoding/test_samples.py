@@ -1,4 +1,4 @@
-"""Several samples of each prompt: the output is that of as many equal prompts, and each prompt is prefilled once."""
+"""Several samples of each prompt: each prompt is prefilled once, and the output equals that of repeated prompts."""
 
 import dataclasses
 

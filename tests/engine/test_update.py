@@ -82,14 +82,14 @@ def test_running_requests_finish_with_old_weights(old, new):
         (result,), _ = started(engine, LONG)
         late = []
         asking = threading.Thread(target=lambda: late.extend(engine.generate([LONG])))
-        has_begun = engine._loop._has_begun_requests
+        has_begun = engine._loop._any_request_has_begun
 
         def ask_late():
             if not asking.ident:
                 asking.start()
             return has_begun()
 
-        engine._loop._has_begun_requests = ask_late
+        engine._loop._any_request_has_begun = ask_late
         engine.update(*new)
         assert result.tokens == text(old[0]) and result.finish_reason == "length"
         asking.join()
@@ -190,7 +190,7 @@ def test_draft_update_does_not_revert_the_target(old, new):
 
 
 def test_failed_update_ends_no_request(old, new, monkeypatch):
-    """If the slots cannot be emptied at first, the update fails, and all requests start again afterwards."""
+    """If resetting the slots fails, `update` raises, and the requests start again with the old weights."""
     engine = Engine(*old, **SMALL)
     results = engine.stream_sync(LONG)
     next(results)
@@ -205,7 +205,7 @@ def test_failed_update_ends_no_request(old, new, monkeypatch):
     with pytest.raises(RuntimeError, match="planted"):
         engine.update(*new, running="restart")
     *_, last = results
-    assert last.finish_reason == "length" and last.tokens == text(new[0])
+    assert last.finish_reason == "length" and last.tokens == text(old[0])
 
 
 def test_waiting_requests_survive_old_weights_that_were_donated(old, new):
@@ -261,6 +261,16 @@ def test_new_draft_leaves_running_requests_and_prefixes_alone(old):
         assert again[0].cached > 15
 
 
+def test_equal_copies_of_the_target_are_no_new_weights(old):
+    """`flax.nnx.jit` leaves copies in a model. A later update of the draft does not restart running requests."""
+    target = jax.tree.map(jnp.copy, old[0])
+    with Engine(target, old[1], **SMALL) as engine:
+        (result,), (end,) = started(engine, LONG)
+        nnx.jit(lambda model: None)(target)
+        engine.update(draft=old[1], running="abort")
+        assert end.wait(60) and result.tokens == text(old[0])
+
+
 def test_better_draft_is_used(old):
     target = old[0]
     worse, better = toys.tiny_llama(50), toys.tiny_llama(51, related_to=target, closeness=1)
@@ -283,7 +293,7 @@ def test_weights_changed_in_place_are_read(old, new):
         assert engine.generate([LONG])[0].tokens == text(new[0])
 
 
-def test_donated_weights_are_replaced(old):
+def test_donated_weights_are_replaced(old, compilations):
     """A training step that donates the engine's weights deletes them; `update` supplies new ones."""
     step = jax.jit(lambda model: jax.tree.map(lambda leaf: 0.9 * leaf, model), donate_argnums=0)
     target = jax.tree.map(jnp.copy, old[0])
@@ -294,7 +304,10 @@ def test_donated_weights_are_replaced(old):
             engine.generate([LONG])
         with pytest.raises(RuntimeError, match="were deleted"):
             engine.update()
+        leaves, before = jax.tree.leaves(trained), compilations()
         engine.update(trained)
+        assert all(weight is leaf for weight, leaf in zip(engine.device._weights, leaves, strict=False))
+        assert compilations() == before
         assert first == text(old[0]) and engine.generate([LONG])[0].tokens == text(trained)
 
 
@@ -392,8 +405,8 @@ def test_updates_that_would_wait_forever_are_rejected(old, new):
         while active.result.finish_reason is None:
             time.sleep(0.001)
         (result,), _ = started(engine, LONG)
-        has_begun, hold = engine._loop._has_begun_requests, threading.Event()
-        engine._loop._has_begun_requests = lambda: not hold.is_set() or has_begun()
+        has_begun, hold = engine._loop._any_request_has_begun, threading.Event()
+        engine._loop._any_request_has_begun = lambda: not hold.is_set() or has_begun()
         first = threading.Thread(target=engine.update, args=new)
         first.start()
         while engine._loop.update is None:
@@ -413,5 +426,7 @@ def test_closing_engine_finishes_the_update(old, new):
         (result,), _ = started(engine, LONG)
         updating = threading.Thread(target=engine.update, args=new)
         updating.start()
+        while engine._loop.update is None and updating.is_alive():
+            time.sleep(0.001)
     updating.join(60)
-    assert not updating.is_alive() and result.tokens == text(old[0])
+    assert not updating.is_alive() and result.tokens == text(old[0]) and engine.device.target is new[0]

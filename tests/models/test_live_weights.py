@@ -125,7 +125,7 @@ def test_unreadable_tensors_are_reported(tmp_path):
     for change in (lambda tensor: tensor.repeat_interleave(2, dim=1)[:, ::2], lambda tensor: tensor.requires_grad_()):
         weights = {name: torch.tensor(array) for name, array in checkpoints.tensors(raw, seed=1).items()}
         weights[DOWN] = change(weights[DOWN])
-        with pytest.raises(ValueError, match=rf"^{DOWN} cannot be read: .*; pass value.detach\(\).contiguous\(\)"):
+        with pytest.raises(ValueError, match=rf"^{DOWN} cannot be read: .*; pass tensor.detach\(\).contiguous\(\)"):
             jspec.load_weights(model, weights)
         assert_same_model(model, expected)
 
@@ -217,5 +217,5 @@ def test_formats_of_gguf_files_cannot_be_written(tmp_path):
 def test_reduced_vocabulary_is_rejected(tmp_path):
     raw = checkpoints.raw_config()
     drafter = jspec.ModelDrafter.with_vocabulary(loaded(tmp_path / "x", raw, 0), np.arange(9))
-    with pytest.raises(ValueError, match="output head holds only some tokens; use the original model"):
+    with pytest.raises(ValueError, match="output head covers only part of the vocabulary; update the original"):
         jspec.load_weights(drafter.model, checkpoints.tensors(raw))

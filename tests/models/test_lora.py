@@ -197,9 +197,12 @@ FIELDS = {
     "new_field": (1, "sets new_field, which"),
     "lora_alpha": ("6", "lora_alpha is '6'; expected a positive number"),
     "r": (0, "r is 0; expected a positive integer"),
-    "init_lora_weights": ("pissa_niter_4", "sets init_lora_weights to 'pissa_niter_4', which changes the base model"),
+    "init_lora_weights": (
+        "pissa_niter_4",
+        "sets init_lora_weights to 'pissa_niter_4', which also changes the base model",
+    ),
     "loftq_config": ({"loftq_bits": 4}, "sets loftq_config, which jspec does not support"),
-    "alpha_pattern": ({"(": 3}, "has an alpha_pattern that is no regular expression"),
+    "alpha_pattern": ({"(": 3}, "has an alpha_pattern key that is not a regular expression"),
 }
 
 
@@ -231,7 +234,7 @@ def test_missing_files_and_alpha_are_reported(tmp_path):
 def test_reduced_vocabulary_is_rejected(tmp_path):
     model, _ = base(tmp_path / "base")
     drafter = jspec.ModelDrafter.with_vocabulary(model, np.arange(9))
-    with pytest.raises(ValueError, match="output head holds only some tokens; use the original model"):
+    with pytest.raises(ValueError, match="output head covers only part of the vocabulary; update the original"):
         jspec.merge_lora(drafter.model, tensors(), alpha=6)
 
 

@@ -1,6 +1,7 @@
 """Tokens to the text that clients see: the same however they arrive, no half characters, nothing after the end."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from jspec.engine.request import Result
 from jspec.generation.complete import truncate_at_stop
+from jspec.serve.choice import Choice
 from jspec.serve.token_text import Names
 from jspec.text import Pieces, pieces
 from jspec.text.stop_strings import StopAwareDetokenizer
@@ -110,3 +113,12 @@ def test_sentencepiece_token_names_and_bytes(raw, text, utf8):
     )
     names = Names(PreTrainedTokenizerFast(tokenizer_object=inner))
     assert (names.text(1), names.utf8(1)) == (text, list(utf8))
+
+
+@pytest.mark.parametrize(("delivered", "ended"), [(2, "abort"), (0, None)])
+def test_restarted_request_ends_a_choice_that_has_delivered_text(delivered, ended):
+    """New text must not follow text of the old weights."""
+    choice, writer = Choice.__new__(Choice), SimpleNamespace(end=lambda: None, stopped=None)
+    vars(choice).update(finish_reason=None, count=delivered, _restarts=0, writer=writer, result=Result())
+    choice._parsed = SimpleNamespace(max_tokens=9)
+    assert choice.advance(Result(restarts=1)) == 0 and choice.finish_reason == ended
