@@ -117,7 +117,13 @@ def as_arrays(
     eos_ids: object,
     samples_per_prompt: int = 1,
 ) -> tuple[PromptBatch, SamplingParams, AnyArray]:
-    """Bundle the prompts. Convert arguments that may be lists to arrays, and a single EOS id to an array of one id."""
+    """Bundle the prompts, and convert the other arguments. See `as_settings`."""
+    prompts = PromptBatch(as_array("tokens", tokens), as_array("lengths", lengths), keys, samples_per_prompt)
+    return prompts, *as_settings(sampling, eos_ids)
+
+
+def as_settings(sampling: SamplingParams, eos_ids: object) -> tuple[SamplingParams, AnyArray]:
+    """Convert arguments that may be lists to arrays, and a single EOS id to an array of one id."""
     ends = as_array("eos_ids", eos_ids, "pad the shorter rows with -1")
     if ends.ndim == 0 and jnp.issubdtype(ends.dtype, jnp.integer):
         ends = ends[None]
@@ -126,8 +132,7 @@ def as_arrays(
         lists = {name: cast(object, value) for name, value in fields if isinstance(value, list | tuple)}
         arrays = {name: as_array(name, value, "pass one number for each row") for name, value in lists.items()}
         sampling = cast(Callable[..., SamplingParams], dataclasses.replace)(sampling, **arrays)
-    prompts = PromptBatch(as_array("tokens", tokens), as_array("lengths", lengths), keys, samples_per_prompt)
-    return prompts, sampling, ends
+    return sampling, ends
 
 
 def check_rule(accept: object) -> Rule:

@@ -26,7 +26,7 @@ from jspec.core.transfers import values_if_known
 from jspec.core.types import check_count, pytree
 from jspec.decoding.inputs import AnyArray
 from jspec.decoding.program import traced
-from jspec.decoding.validate_arguments import as_array, as_arrays, check_ids, check_prompts, check_target
+from jspec.decoding.validate_arguments import as_array, as_settings, check_ids, check_prompts, check_target
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.models.language_model import LanguageModel
 from jspec.models.logprobs import raw_logprobs
@@ -109,8 +109,8 @@ def logprobs(
     Raises:
         ValueError, TypeError: an argument is invalid, or `prompt_lengths` is missing.
     """
-    prompts, sampling, ends = as_arrays(tokens, lengths, jax.random.split(jax.random.key(0), 1), sampling, eos_ids)
-    tokens, lengths = prompts.tokens, prompts.lengths
+    tokens, lengths = as_array("tokens", tokens), as_array("lengths", lengths)
+    sampling, ends = as_settings(sampling, eos_ids)
     batch = _check(target, reference, tokens, lengths, sampling, chunk)
     check_ids(ends, 0, batch, target.config.vocab_size)
     fields = traced(sampling, ends, 0)

@@ -63,18 +63,21 @@ def load_weights(model: Llama, arrays: Mapping[str, Weight]) -> None:
     """
     check_whole_vocabulary(model)
     _check(arrays, model.config)
-    arrays = {name: as_array(name, value) for name, value in arrays.items()}
+    # Read tensors of other libraries first, because this can fail. It does not copy them, unlike NumPy arrays.
+    names = keymap.hf_shapes(model.config)
+    arrays = {
+        name: arrays[name] if isinstance(arrays[name], np.ndarray) else as_array(name, arrays[name]) for name in names
+    }
     owners, leaves = matrices(model), leaves_by_name(model)
     for name, module in owners.items():
         check_writable(module, name)
     for entry in keymap.entries(model.config):
-        parts = [arrays[part.hf_name] for part in entry.parts]
-        # A copy, because the caller may change or delete the memory of a single array.
-        array = jnp.concatenate(parts) if len(parts) > 1 else jnp.array(parts[0], copy=True)
+        array = jnp.concatenate([as_array(part.hf_name, arrays[part.hf_name]) for part in entry.parts])
         if entry.name in owners:
             write_matrix(owners[entry.name], array, entry.name)
         else:
-            write(leaves[entry.name], array, entry.name)
+            # A matrix is transposed or packed. Copy a vector, because the caller may change or delete its memory.
+            write(leaves[entry.name], jnp.array(array, copy=True), entry.name)
     lay_out(model)
     # Wait for the copies, because the caller may change the memory of a tensor at any time.
     jax.block_until_ready([leaf[...] for leaf in leaves_by_name(model).values()])

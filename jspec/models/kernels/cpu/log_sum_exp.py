@@ -6,23 +6,14 @@ from typing import ClassVar
 import jax
 from jax import Array
 
-from jspec.models.kernels.cpu import native
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.native import Float32Kernel
 
 
 @dataclass(frozen=True)
-class LogSumExpKernel(Kernel):
+class LogSumExpKernel(Float32Kernel):
     """The native kernel for `log_sum_exp`."""
 
     source: ClassVar[str] = "log_sum_exp"
-
-    @property
-    def variant(self) -> str:
-        return "float32"
-
-    @property
-    def is_faster(self) -> bool:
-        return native.has_avx512()
 
 
 def log_sum_exp(x: Array) -> tuple[Array, Array]:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.models.kernels.cpu import native
-from jspec.models.kernels.cpu.native import Kernel
+from jspec.models.kernels.cpu.native import Float32Kernel
 
 
 class MaskedCache(NamedTuple):
@@ -30,18 +29,10 @@ class MaskedCache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionKernel(Kernel):
+class AttentionKernel(Float32Kernel):
     """The native kernel for attention in float32."""
 
     source: ClassVar[str] = "masked_attention"
-
-    @property
-    def variant(self) -> str:
-        return "float32"
-
-    @property
-    def is_faster(self) -> bool:
-        return native.has_avx512()
 
 
 def attend(q: Array, caches: Sequence[MaskedCache]) -> Array:

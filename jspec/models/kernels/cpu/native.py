@@ -57,6 +57,18 @@ class Kernel(ABC):
         return f"jspec_{self.source}_{self.variant}_{_digest(self.source)[:8]}"
 
 
+class Float32Kernel(Kernel):
+    """A kernel for float32 arrays, which is faster than XLA only with AVX-512."""
+
+    @property
+    def variant(self) -> str:
+        return "float32"
+
+    @property
+    def is_faster(self) -> bool:
+        return has_avx512()
+
+
 def is_default() -> bool:
     """Return whether matrices are packed by default on this CPU: it has AVX-512 VNNI, and ``JSPEC_NATIVE`` is not 0.
 
