@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from jspec.models.lora import merge_lora
     from jspec.models.quantize import quantize
     from jspec.planning.plan import Plan, plan
+    from jspec.text.batches import Batches, batches
     from jspec.training.train import train_drafter
     from jspec.tuning.tune import tune
     from jspec.tuning.tune_chain import Tuning
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batches",
     "BigramDrafter",
     "BlockwiseDrafter",
     "ByAcceptance",
@@ -99,6 +101,7 @@ __all__ = [
     "UnigramDrafter",
     "UpTo",
     "WhileConfident",
+    "batches",
     "best_exit",
     "complete",
     "demo_pair",
@@ -163,6 +166,8 @@ _HOMES = {
     "TopK": "jspec.acceptance.lossy",
     "Tuning": "jspec.tuning.tune_chain",
     "Typical": "jspec.acceptance.lossy",
+    "Batches": "jspec.text.batches",
+    "batches": "jspec.text.batches",
     "demo_pair": "jspec.bundled.demo_pair",
     "load": "jspec.models.load",
     "load_weights": "jspec.models.live_weights",

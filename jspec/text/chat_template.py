@@ -16,7 +16,7 @@ from jspec.text.template_variables import check_variables
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
 ROLES = ("system", "user", "assistant", "tool")
-_LEAST_WIDTH = 32
+LEAST_WIDTH = 32
 _LEAST_NEW = 128
 _LONGEST_REASON = 300  # characters to keep of a template's error, which may quote the whole conversation
 
@@ -56,7 +56,24 @@ def _plain(value: object) -> object:
 def encode(
     tokenizer: Tokenizer | None, prompts: Sequence[Prompt], template: Mapping[str, object] | None = None
 ) -> Batch:
-    """Encode `prompts` as one batch.
+    """Encode `prompts` as one batch, whose width is a power of two. See `ids_of`."""
+    rows = ids_of(tokenizer, prompts, template)
+    width = bucket(max(map(len, rows)), LEAST_WIDTH)
+    return Batch(padded(rows, width), np.array([len(ids) for ids in rows], np.int32))
+
+
+def padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Return lists of token ids as ``int32[B, width]``, padded on the right with zeros."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    return tokens
+
+
+def ids_of(
+    tokenizer: Tokenizer | None, prompts: Sequence[Prompt], template: Mapping[str, object] | None = None
+) -> list[list[int]]:
+    """Return the token ids of each prompt.
 
     If the tokenizer adds a BOS token, every text prompt gets exactly one, even if it already starts with one. A
     conversation gets only the BOS that its template writes.
@@ -75,16 +92,10 @@ def encode(
         raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave template out.")
     several = len(prompts) > 1
     places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
-    rows = [
-        _ids(cast("Tokenizer", tokenizer), prompt, place, variables)
-        for prompt, place in zip(prompts, places, strict=True)
-    ]
+    rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
     if not rows:
         raise ValueError("There are no prompts; pass at least one prompt.")
-    tokens = np.zeros((len(rows), _bucket(max(map(len, rows)), _LEAST_WIDTH)), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    return Batch(tokens, np.array([len(ids) for ids in rows], np.int32))
+    return rows
 
 
 def room(wanted: int, batch: Batch, positions: int) -> int:
@@ -95,7 +106,7 @@ def room(wanted: int, batch: Batch, positions: int) -> int:
     remain, the result is `wanted`, so that the error message shows the number that the caller passed.
     """
     most = positions - int(batch.lengths.max())
-    sizes = _bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
+    sizes = bucket(wanted, _LEAST_NEW), positions - batch.tokens.shape[1], most
     return next((size for size in sizes if wanted <= size <= most), wanted)
 
 
@@ -132,7 +143,10 @@ def check_messages(messages: Sequence[object], place: str) -> None:
             )
 
 
-def _ids(tokenizer: Tokenizer, prompt: Prompt, place: str, variables: Mapping[str, object]) -> list[int]:
+def _ids(tokenizer: Tokenizer | None, prompt: Prompt, place: str, variables: Mapping[str, object]) -> list[int]:
+    if tokenizer is None and (isinstance(prompt, str) or is_conversation(prompt)):
+        raise ValueError(f"{place} is not a list of token ids, and there is no tokenizer; pass the target's tokenizer.")
+    tokenizer = cast("Tokenizer", tokenizer)
     if isinstance(prompt, str):
         ids = _once(tokenizer, _checked(prompt, place))
     elif is_conversation(prompt):
@@ -216,6 +230,6 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _bucket(size: int, least: int = 1) -> int:
+def bucket(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())

@@ -60,6 +60,7 @@ def _room(dotted):
 
 def test_public_names_are_pinned():
     assert jspec.__all__ == [
+        "Batches",
         "BigramDrafter",
         "BlockwiseDrafter",
         "ByAcceptance",
@@ -100,6 +101,7 @@ def test_public_names_are_pinned():
         "UnigramDrafter",
         "UpTo",
         "WhileConfident",
+        "batches",
         "best_exit",
         "complete",
         "demo_pair",
