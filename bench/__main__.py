@@ -130,6 +130,23 @@ def samples(
 
 
 @app.command()
+def vmap(
+    pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    batch: Batch = 8,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+) -> None:
+    """Compare jax.vmap over single prompts with one batch of the same prompts."""
+    from bench import vmap
+
+    vmap.run(measured(new_tokens, pair, target, draft, None, output), batch, width, new_tokens, repeats)
+
+
+@app.command()
 def scaling(pair: Pair = "bundled", repeats: Repeats = 7) -> None:
     """Measure the cost of one pass as a function of context, batch and rows."""
     from bench import scaling

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.core.derivatives import forward_mode_only
 from jspec.core.row_ops import prefix_mask, slice_rows, write_rows
 from jspec.core.types import PADDING, Output, Record, Stats, pytree
 from jspec.decoding.recording import empty_record, with_round
@@ -69,7 +68,7 @@ def _add(stats: Stats, new: RoundOutput, done: Array) -> Stats:
 
 
 def cut_to_size(
-    state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_id: Array, max_new_tokens: int
+    state: DecodeState, buffers: OutputBuffers, prompt_lengths: Array, pad_ids: Array, max_new_tokens: int
 ) -> Output:
     """Extract the new tokens, and pad everything after each row's end."""
 
@@ -80,10 +79,10 @@ def cut_to_size(
     lengths = state.lengths - prompt_lengths
     kept = prefix_mask(lengths, max_new_tokens)
     return Output(
-        tokens=jnp.where(kept, new, pad_id).astype(jnp.int32),
+        tokens=jnp.where(kept, new, pad_ids).astype(jnp.int32),
         lengths=lengths,
-        logprobs=forward_mode_only(jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0)),
-        raw_logprobs=forward_mode_only(jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0)),
+        logprobs=jnp.where(kept, buffers.logprobs[:, :max_new_tokens], 0),
+        raw_logprobs=jnp.where(kept, buffers.raw_logprobs[:, :max_new_tokens], 0),
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
         record=jax.tree.map(cut, buffers.record),

@@ -2,6 +2,7 @@
 """The XLA decoding program, which runs rounds until every row is done."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import cast
 
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jspec.core.derivatives import forward_mode_only
 from jspec.core.row_ops import prefix_mask
 from jspec.core.sampling import (
     PerRequest,
@@ -23,6 +25,7 @@ from jspec.core.sampling import (
 from jspec.core.sharding import on_any_mesh, vary_like
 from jspec.core.transfers import explicit_transfers
 from jspec.core.types import Output, PyTree
+from jspec.core.vmap import fold_vmap
 from jspec.decoding.buffers import OutputBuffers, collect, cut_to_size, empty_buffers
 from jspec.decoding.inputs import AnyArray, ProgramSpec, PromptBatch, TracedParams
 from jspec.decoding.round import decode_round
@@ -93,21 +96,31 @@ def decode_program(
     Returns:
         The result, and `OutputBuffers.out_of_vocab`.
     """
-    batch, width, samples = prompts.keys.shape[0], prompts.tokens.shape[1], prompts.samples_per_prompt
-    limit, draft_length = spec.max_new_tokens, spec.draft_length
+    batch, width, limit = prompts.keys.shape[0], prompts.tokens.shape[1], spec.max_new_tokens
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
     tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
-    lengths = jnp.repeat(lengths, samples)
     limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, jnp.minimum(settings.max_tokens, limit), limit)
     params = RequestParams(
         keys=prompts.keys,
-        prompt_lengths=lengths,
+        prompt_lengths=jnp.repeat(lengths, prompts.samples_per_prompt),
         limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
         eos_ids=jnp.broadcast_to(settings.eos_ids, (batch, settings.eos_ids.shape[-1])),
         transforms=broadcast_rows(settings.transforms, batch),
         draft_transforms=broadcast_rows(settings.draft_transforms, batch),
         min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
     )
+    rows = tokens, params, jnp.full((batch, 1), settings.pad_id, jnp.int32)
+    out, out_of_vocab = fold_vmap(functools.partial(_decode_rows, spec))((target, drafter), rows)
+    logprobs, raw_logprobs = map(forward_mode_only, (out.logprobs, out.raw_logprobs))
+    return dataclasses.replace(out, logprobs=logprobs, raw_logprobs=raw_logprobs), out_of_vocab
+
+
+def _decode_rows(
+    spec: ProgramSpec, models: tuple[Llama, Drafter[PyTree] | None], rows: tuple[Array, RequestParams, Array]
+) -> tuple[Output, Array]:
+    """Decode a batch of `tokens`, `params` and `pad_ids`. Every array has one row per prompt or per sample."""
+    (target, drafter), (tokens, params, pad_ids) = models, rows
+    limit, draft_length, lengths = spec.max_new_tokens, spec.draft_length, params.prompt_lengths
     began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
@@ -117,7 +130,7 @@ def decode_program(
             return after, collect(buffers, new, state.lengths - lengths, state.done)
 
     state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, vary_like(began, tokens))
-    return cut_to_size(state, buffers, lengths, jnp.asarray(settings.pad_id), limit), buffers.out_of_vocab
+    return cut_to_size(state, buffers, lengths, pad_ids, limit), buffers.out_of_vocab
 
 
 def start(
