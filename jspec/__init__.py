@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jspec.models.lora import merge_lora
     from jspec.models.quantize import quantize
     from jspec.planning.plan import Plan, plan
-    from jspec.text.batches import Batches, batches
+    from jspec.text.prompt_batches import Batches, batches
     from jspec.training.train import train_drafter
     from jspec.tuning.tune import tune
     from jspec.tuning.tune_chain import Tuning
@@ -166,8 +166,8 @@ _HOMES = {
     "TopK": "jspec.acceptance.lossy",
     "Tuning": "jspec.tuning.tune_chain",
     "Typical": "jspec.acceptance.lossy",
-    "Batches": "jspec.text.batches",
-    "batches": "jspec.text.batches",
+    "Batches": "jspec.text.prompt_batches",
+    "batches": "jspec.text.prompt_batches",
     "demo_pair": "jspec.bundled.demo_pair",
     "load": "jspec.models.load",
     "load_weights": "jspec.models.live_weights",
