@@ -1,20 +1,28 @@
 # pyright: reportUnknownArgumentType=false
-"""Online learning: between requests, a drafter trains on the output of finished ones.
+"""Drafters that learn from finished requests, and a planner that stops drafting when it does not pay off.
 
-The method follows Liu et al. 2023, "Online Speculative Decoding", section 3. The drafter does not change during a
+`Learner` trains a drafter as in Liu et al. 2023, "Online Speculative Decoding", section 3. `Retrieval` drafts from the
+latest outputs. A drafter does not change during a
 request, so nothing that it learns from an output can affect how that output is verified. Every output has exactly the
 target's distribution, provided that no request reuses an earlier request's key. What the drafter learns from an output
-depends on the noise derived from the output's key, so no later request may use that noise.
+depends on the noise derived from the output's key, so no later request may use that noise. (Under the "coupled" rule,
+the output equals that of plain decoding with the same key, so a reused key only repeats an output.)
 """
 
+import numbers
+from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.core.transfers import explicit_transfers
-from jspec.core.types import Output, check_count
+from jspec.core.types import Output, PyTree, check_count
 from jspec.decoding.validate_arguments import check_target
+from jspec.drafters.standalone.retrieval import RetrievalDrafter
+from jspec.engine.length_policy import LengthPolicy
 from jspec.models.llama import Llama
 from jspec.training.batches import side_by_side
 from jspec.training.dataset import Row, of_answer, parts
@@ -23,6 +31,8 @@ from jspec.training.kinds import Trainable, check_fits, trainee_of, unpacked
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 
+_RECENT_CALLS = 9  # calls whose median time is a length's cost
+
 
 class Learner:
     """A drafter together with its training state.
@@ -30,7 +40,7 @@ class Learner:
     `pickle` saves and restores everything, including the target and the sequences waiting for a training step.
 
     Attributes:
-        drafter: the drafter for the next request. Every step replaces it with a new object.
+        drafter: the drafter for the next request. Every step replaces it with a new object of the same shapes.
         scores: the drafter's `Score` on each batch, measured before the drafter learned from that batch.
 
     Args:
@@ -85,7 +95,23 @@ class Learner:
         vars(self).update(state)
         self._prepare()
 
-    def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
+    @property
+    def state(self) -> PyTree:
+        """The drafter's weights and the optimiser's state, as a pytree of arrays that Orbax can save.
+
+        You can set it to a restored state, which replaces `drafter` as well. It does not include sequences that wait
+        for a training step.
+        """
+        return cast(PyTree, self._state)
+
+    @state.setter
+    def state(self, state: PyTree) -> None:
+        if jax.tree.structure(state) != jax.tree.structure(self._state):
+            raise ValueError("The state belongs to another kind of drafter; restore the state of an equal learner.")
+        self._state = jax.tree.map(jnp.copy, state)
+        self._replace_drafter()
+
+    def learn(self, prompts: Sequence[Sequence[int]], out: Output, target: Llama | None = None) -> None:
         """Learn from finished requests.
 
         The target processes each sequence once, in a single forward pass, and the drafter learns from the target's
@@ -94,14 +120,16 @@ class Learner:
         Args:
             prompts: the prompt's token ids for each row of `out`, without padding.
             out: the output of `speculative_generate` for these prompts.
+            target: the target with new weights, if it is being trained. The learner keeps a reference to it until the
+                next call, so do not donate its arrays before then.
+
+        Raises:
+            ValueError: the numbers of prompts and outputs differ, or `target` has other shapes than before.
         """
-        tokens, lengths = jax.device_get((out.tokens, out.lengths))
-        if len(prompts) != len(tokens):
-            raise ValueError(
-                f"There are {len(prompts)} prompts but {len(tokens)} outputs; pass one prompt for each output."
-            )
-        for prompt, row, size in zip(prompts, tokens, lengths, strict=True):
-            self._waiting += parts(of_answer(prompt, row[:size].tolist()), self._length)
+        if target is not None:
+            self._replace_target(target)
+        for prompt, answer in _texts(prompts, out):
+            self._waiting += parts(of_answer(prompt, answer), self._length)
         while len(self._waiting) >= self._batch:
             ready, self._waiting = self._waiting[: self._batch], self._waiting[self._batch :]
             self._step(ready)
@@ -111,5 +139,128 @@ class Learner:
         batch = side_by_side(rows, self._batch, self._length)  # pad to full width, so that only one program compiles
         self._state, score = self._training.scored_step(self._state, self._target, batch.tokens, batch.learned, None)
         self.scores.append(jax.device_get(score))
+        self._replace_drafter()
+
+    def _replace_drafter(self) -> None:
         learned = self._trainee.drafter(self._state["weights"])
         self.drafter = jax.tree.map(lambda leaf, dtype: jnp.array(leaf, dtype), learned, self._dtypes)
+
+    def _replace_target(self, target: Llama) -> None:
+        check_target(target)
+        new, old = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)] for model in (target, self._target))
+        if new != old:
+            raise ValueError("The target has other shapes than before; create a new Learner for another model.")
+        self._target = target
+
+
+class Retrieval:
+    """A `jspec.RetrievalDrafter` over the latest prompts and their outputs.
+
+    This drafter suits programs that generate many outputs of the same prompts, such as the roll-outs of reinforcement
+    learning. It costs next to nothing, and it follows a target that changes.
+
+    Attributes:
+        drafter: the drafter for the next request. `learn` replaces it with a new object of the same shapes.
+
+    Args:
+        target: a `jspec.Llama`.
+        size: the number of tokens to keep.
+        max_ngram, min_ngram, num_matches: same as in `jspec.RetrievalDrafter`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self, target: Llama, size: int = 16_384, *, max_ngram: int = 8, min_ngram: int = 2, num_matches: int = 16
+    ):
+        check_target(target)
+        check_count("size", size)
+        self._options = {
+            "vocab_size": target.config.vocab_size,
+            "max_ngram": max_ngram,
+            "min_ngram": min_ngram,
+            "num_matches": num_matches,
+        }
+        self._tokens = np.full(size, _separator(target), np.int32)
+        self._separator = self._tokens[:1]
+        self.drafter = RetrievalDrafter.from_tokens(self._tokens, **self._options)
+
+    def learn(self, prompts: Sequence[Sequence[int]], out: Output) -> None:
+        """Add finished requests to the corpus, and drop the oldest tokens.
+
+        Args:
+            prompts, out: same as in `Learner.learn`.
+
+        Raises:
+            ValueError: the numbers of prompts and outputs differ.
+        """
+        texts = [[*prompt, *answer] for prompt, answer in _texts(prompts, out)]
+        joined = np.concatenate([self._tokens, *(part for text in texts for part in (text, self._separator))])
+        self._tokens = joined[-self._tokens.size :].astype(np.int32)
+        self.drafter = RetrievalDrafter.from_tokens(self._tokens, **self._options)
+
+
+class Planner:
+    """Chooses the draft length for each of many similar calls, and stops drafting when it does not pay off.
+
+    It measures the seconds per round of every length, and how often each draft position is accepted. Both are forgotten
+    slowly, so the choice follows a target and a drafter that change. Every now and then, it tries a neighbouring length
+    for a few calls. Because its choices depend on past calls only, the output distribution stays the same.
+
+    Args:
+        lengths: the draft lengths to choose from. 0 stands for plain decoding. Each length needs a program of its own.
+
+    Raises:
+        ValueError: `lengths` is empty, or holds a value that is not an int of at least 0.
+    """
+
+    def __init__(self, lengths: Sequence[int] = (0, 2, 4)):
+        wrong = [k for k in lengths if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 0]
+        if wrong or not lengths:
+            raise ValueError(f"lengths must be ints of at least 0, and at least one of them; got {lengths!r}.")
+        self._lengths = sorted(set(lengths))
+        self._policy = LengthPolicy(max(1, *self._lengths))
+        self._seconds = {k: deque[float](maxlen=_RECENT_CALLS) for k in self._lengths}
+        self._compiled = set[int]()
+        self.num_draft_tokens = self._lengths[0]
+
+    def record(self, out: Output, seconds: float) -> None:
+        """Record a call of `num_draft_tokens`, and choose the length of the next call.
+
+        Args:
+            out: the output of `jspec.speculative_generate` with `num_draft_tokens`, or that of `jspec.generate` if this
+                number is 0.
+            seconds: the time that the call took until its result was ready. For each length, the time of the first call
+                does not count, because it includes compilation.
+        """
+        k = self.num_draft_tokens
+        stats = jax.device_get(out.stats)
+        reached, accepted = (
+            np.pad(part.sum(0), (0, self._policy.max_draft_tokens - k)) for part in (stats.judged_at, stats.accepted_at)
+        )
+        self._policy.record_counts(reached, accepted)
+        if k in self._compiled:
+            self._seconds[k].append(seconds / max(1, int(stats.rounds.max())))
+        self._compiled.add(k)
+        costs = {k: float(np.median(taken)) for k, taken in self._seconds.items() if taken}
+        self.num_draft_tokens = self._policy.next(self._lengths, costs, ())
+
+
+def _texts(prompts: Sequence[Sequence[int]], out: Output) -> list[tuple[list[int], list[int]]]:
+    """Return each row's prompt and new tokens.
+
+    Raises:
+        ValueError: the numbers of prompts and outputs differ.
+    """
+    tokens, lengths = jax.device_get((out.tokens, out.lengths))
+    if len(prompts) != len(tokens):
+        raise ValueError(
+            f"There are {len(prompts)} prompts but {len(tokens)} outputs; pass one prompt for each output."
+        )
+    return [(list(prompt), row[:size].tolist()) for prompt, row, size in zip(prompts, tokens, lengths, strict=True)]
+
+
+def _separator(target: Llama) -> int:
+    """Return a token to put between documents: the target's EOS id, or 0."""
+    return next(iter(target.config.eos_token_ids or ()), 0)

@@ -34,9 +34,17 @@ class LengthPolicy:
         self._steps = itertools.cycle((1, -1))
         self._calls, self._period, self._trial = 0, 2 * _TRIAL, 0  # the interval grows to `_PERIOD`
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest number of draft tokens."""
+        return len(self._reached)
+
     def record(self, accepted: Sequence[int], num_draft_tokens: int) -> None:
         """Record how many draft tokens were accepted in each round, out of an intended `num_draft_tokens`."""
-        reached, new = _count_by_position((accepted, [num_draft_tokens] * len(accepted)), len(self._reached))
+        self.record_counts(*_count_by_position((accepted, [num_draft_tokens] * len(accepted)), len(self._reached)))
+
+    def record_counts(self, reached: np.ndarray, new: np.ndarray) -> None:
+        """Record in how many rounds each draft position was verified, and in how many it was accepted."""
         self._reached = np.where(reached > 0, _MEMORY, 1) * self._reached + reached
         self._accepted = np.where(reached > 0, _MEMORY, 1) * self._accepted + new
 
