@@ -132,7 +132,7 @@ def evaluate(model: Any, arguments: dict[str, Any] | None = None) -> dict[str, F
     out = lm_eval.simple_evaluate(model, arguments, own, batch_size=BATCH, bootstrap_iters=0)
     assert out is not None
     found = {}
-    for name in (one["task"] for one in own):
+    for name in (fields["task"] for fields in own):
         score = next(value for key, value in out["results"][name].items() if is_score(key, value))
         samples = sorted(out["samples"][name], key=lambda sample: sample["doc_id"])
         responses = [value for sample in samples for value in flat(sample["resps"])]

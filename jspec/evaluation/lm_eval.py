@@ -29,7 +29,9 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    raise ImportError('JSpecLM needs lm-eval, which is not installed; run pip install "jspec[eval]".') from error
+    raise ImportError(
+        f'JSpecLM needs lm-eval 0.4.13, which cannot be imported ({error}); run pip install "jspec[eval]".'
+    ) from error
 
 _LOG = logging.getLogger("jspec")
 _BATCH = 8
@@ -240,7 +242,9 @@ register_model("jspec")(JSpecLM)
 
 
 def _fitted(context: list[int], continuation: list[int], max_length: int) -> Pair:
-    """Return the pair with only so many tokens of the context that the model can read all tokens except the last.
+    """Return the pair without the first tokens of the context, if the model cannot read them all.
+
+    The model never reads the last token of the continuation.
 
     Raises:
         ValueError: the continuation is empty or too long.
