@@ -41,10 +41,11 @@ def greedy(model, context, count):
 @pytest.mark.parametrize("batch_size", [3, 64])
 def test_log_likelihoods_equal_direct_computation(toy, batch_size):
     """Some continuations are greedy in all tokens, and some in all except the first or the last."""
-    model = toy(0)
-    best = greedy(model, PAIRS[1][0], 3)
-    others = [[(best[0] + 1) % 61, *best[1:]], [*best[:2], (best[2] + 1) % 61], best[:1]]
-    pairs = [*PAIRS, *((PAIRS[1][0], continuation) for continuation in [best, *others])]
+    model, context = toy(0), PAIRS[1][0]
+    best = greedy(model, context, 3)
+    wrong = (best[0] + 1) % 61
+    others = [[wrong, *greedy(model, [*context, wrong], 2)], [*best[:2], (best[2] + 1) % 61], best[:1]]
+    pairs = [*PAIRS, *((context, continuation) for continuation in [best, *others])]
     found = dict(log_likelihoods(model, pairs, batch_size))
     assert sorted(found) == [*range(len(pairs))]
     for i, (context, continuation) in enumerate(pairs):
@@ -106,7 +107,7 @@ def test_continuations_equal_plain_decoding_of_each_prompt(toy, drafted, tempera
 def test_stop_ids_are_tokens_that_equal_a_string():
     tokenizer = text_pair.tokenizer()
     letters = tokenizer.get_vocab()
-    found = stop_ids(tokenizer, ["the", "\n", "thes", text_pair.END, "\n\n"])
+    found = stop_ids(tokenizer, ["the", "\n", "then", text_pair.END, "\n\n"])
     assert found == {letters["the"], letters["Ċ"], 0}
 
 
@@ -133,5 +134,6 @@ def test_missing_package_is_named(monkeypatch):
     for name in ("lm_eval", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "jspec.evaluation.lm_eval", raising=False)
-    with pytest.raises(ImportError, match=r'^JSpecLM needs lm-eval 0\.4\.13, which cannot be imported \(.*\); run pip install "jspec\[eval\]"\.$'):
+    message = r'^JSpecLM needs lm-eval 0\.4\.13, which cannot be imported \(.*\); run pip install "jspec\[eval\]"\.$'
+    with pytest.raises(ImportError, match=message):
         importlib.import_module("jspec.evaluation.lm_eval")
