@@ -10,6 +10,7 @@ from bench.gpu import command as gpu
 from bench.options import (
     Acceptance,
     Batch,
+    Chatty,
     Draft,
     Length,
     Lengths,
@@ -320,6 +321,22 @@ def quantization(
 
     with one_sentence():
         quantization.run(without_draft(quantization.NEW_TOKENS, target, output), windows, repeats)
+
+
+@app.command()
+def lm_eval(
+    target: Chatty = "smollm2",
+    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="The target's draft, or lookup.")] = "lookup",
+    max_length: Annotated[int, typer.Option("--max-length", min=64, help="Tokens that a model reads at once.")] = 512,
+    output: Output = None,
+) -> None:
+    """Compare scores of jspec in lm-eval, in process, with those of lm-eval's hf class. Needs torch and accelerate."""
+    for package in ("lm_eval", "torch", "accelerate"):
+        need(package, f'This command needs {package}; run pip install -e ".[eval]" torch accelerate.')
+    from bench import lm_eval
+
+    with one_sentence():
+        lm_eval.run(target, draft, max_length, output)
 
 
 @app.command()
