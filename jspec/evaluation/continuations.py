@@ -13,11 +13,11 @@ from jspec.core.tokenizer import Tokenizer
 from jspec.drafters.base import DraftSource
 from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.standalone.model import positions
-from jspec.evaluation.row_batches import RowBatch, row_batches
 from jspec.generation.complete import draft_length_of
 from jspec.generation.generate import generate, speculative_generate
 from jspec.models.llama import Llama
 from jspec.text.chat_template import room
+from jspec.text.prompt_batches import IndexedBatch, batches
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TOP_K = 50  # the default of transformers, for sampling only
@@ -82,18 +82,18 @@ class Decoder:
         """
         vocabulary = range(self.target.config.vocab_size)
         eos_ids = sorted(i for i in {*self.target.config.eos_token_ids, *ends} if i in vocabulary)
-        for batch in row_batches(prompts, self.batch_size):
+        for batch in batches(prompts, batch_size=min(self.batch_size, len(prompts))):
             limits = np.full(len(batch.tokens), max_new_tokens)
             limited = dataclasses.replace(sampling, max_tokens=limits)
-            tokens, lengths = self._decode(batch, keys[np.array(batch.indices)], max_new_tokens, limited, eos_ids)
-            for row, prompt in enumerate(batch.indices[: batch.num_rows]):
+            tokens, lengths = self._decode(batch, batch.take(keys), max_new_tokens, limited, eos_ids)
+            for row, prompt in enumerate(batch.indices[: batch.num_rows].tolist()):
                 yield prompt, tokens[row, : lengths[row]].tolist()
 
     def _decode(
-        self, batch: RowBatch, keys: Array, max_new_tokens: int, sampling: SamplingParams, eos_ids: Sequence[int]
+        self, batch: IndexedBatch, keys: Array, max_new_tokens: int, sampling: SamplingParams, eos_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the new tokens of each row, and their numbers."""
-        size = room(max_new_tokens, batch.prompts, positions(self.target, self.draft))
+        size = room(max_new_tokens, batch, positions(self.target, self.draft))
         request = batch.tokens, batch.lengths, keys
         if self.draft is None:
             out = generate(self.target, *request, max_new_tokens=size, sampling=sampling, eos_ids=eos_ids)

@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array, lax
 
 from jspec.core.sharding import on_any_mesh
-from jspec.evaluation.row_batches import row_batches
 from jspec.models.language_model import LanguageModel
 from jspec.models.logprobs import raw_logprobs
+from jspec.text.prompt_batches import batches
 
 _CHUNK = 128  # positions whose logits are in memory at the same time
 
@@ -50,9 +50,9 @@ def log_likelihoods(target: LanguageModel, pairs: Sequence[Pair], batch_size: in
     for i, (context, continuation) in enumerate(pairs):
         groups.setdefault((*context, *continuation[:-1]), []).append(i)
     texts = list(groups)
-    for batch in row_batches(texts, batch_size):
+    for batch in batches(texts, batch_size=min(batch_size, len(texts))) if texts else ():
         predictions = jax.device_get(_predictions(target, None, (batch.tokens, batch.lengths)))
-        for row, text in enumerate(batch.indices[: batch.num_rows]):
+        for row, text in enumerate(batch.indices[: batch.num_rows].tolist()):
             own = cast(_Predictions, jax.tree.map(lambda part, row=row: part[row], predictions))
             for i in groups[texts[text]]:
                 yield i, _score(own, len(texts[text]), pairs[i][1])

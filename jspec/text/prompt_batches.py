@@ -29,6 +29,11 @@ class IndexedBatch(Batch):
     indices: np.ndarray
     num_prompts: int
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows before those that repeat a prompt."""
+        return len(np.unique(self.indices))
+
     def take(self, values: Array | np.ndarray) -> Any:
         """Return the entries of `values` that belong to this batch, such as its keys.
 

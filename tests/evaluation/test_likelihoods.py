@@ -13,7 +13,7 @@ from convert.generation_config import SamplingDefaults
 from jspec import text
 from jspec.evaluation.continuations import Decoder, sampling_of, stop_ids
 from jspec.evaluation.likelihoods import log_likelihoods
-from jspec.evaluation.row_batches import row_batches
+from jspec.text.prompt_batches import batches
 from support import text_pair
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -57,10 +57,12 @@ def test_log_likelihoods_equal_direct_computation(toy, batch_size):
 def test_pairs_that_differ_in_the_last_token_are_computed_once(toy, monkeypatch):
     """A text whose tokens are divided differently also counts as the same."""
     model, calls = toy(0), []
-    original = row_batches
-    monkeypatch.setattr(
-        "jspec.evaluation.likelihoods.row_batches", lambda rows, size: calls.extend(rows) or original(rows, size)
-    )
+
+    def counted(rows, **options):
+        calls.extend(rows)
+        return batches(rows, **options)
+
+    monkeypatch.setattr("jspec.evaluation.likelihoods.batches", counted)
     pairs = [([1, 2, 3], [token]) for token in range(20)] + [([1, 2], [3, 4]), ([1], [2, 3, 5])]
     found = dict(log_likelihoods(model, pairs, 8))
     assert calls == [(1, 2, 3)]
@@ -70,24 +72,16 @@ def test_pairs_that_differ_in_the_last_token_are_computed_once(toy, monkeypatch)
     )
 
 
+def test_no_requests_have_no_results(toy):
+    assert [*log_likelihoods(toy(0), [], 8)] == []
+
+
 def test_model_reads_all_tokens_except_the_last(toy):
     """A text may have one token more than the model has positions."""
     model = toy(0, max_position_embeddings=64)
     context, continuation = RNG.integers(0, 61, 60).tolist(), RNG.integers(0, 61, 5).tolist()
     ((_, (found, _)),) = log_likelihoods(model, [(context, continuation)], 8)
     assert found == pytest.approx(direct(toy(0), context, continuation)[0], abs=1e-4)
-
-
-def test_batches_have_few_shapes_and_contain_each_row_once():
-    rows = [[i] * length for i, length in enumerate([3, 40, 90, 1, 33, 12, 64])]
-    batches = [*row_batches(rows, 3)]
-    assert [batch.tokens.shape for batch in batches] == [(3, 128), (3, 64), (3, 32)]
-    assert sorted(i for batch in batches for i in batch.indices[: batch.num_rows]) == [*range(7)]
-    for batch in batches:
-        for i, tokens, length in zip(batch.indices, batch.tokens, batch.lengths, strict=True):
-            assert tokens[:length].tolist() == rows[i]
-    assert batches[-1].num_rows == 1 and len(set(batches[-1].indices)) == 1
-    assert [batch.tokens.shape for batch in row_batches(rows[:2], 8)] == [(2, 64)] and not [*row_batches([], 8)]
 
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(False, 0.0), (False, 0.8), (True, 0.0)])
