@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable, Generator
 from typing import cast
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jspec.acceptance import Rule
 from jspec.core.row_ops import prefix_mask
 from jspec.core.sampling import (
     PerRequest,
@@ -51,19 +53,32 @@ def run_program(
     Raises:
         ValueError: a drafter from outside jspec drafted invalid token ids.
     """
-    if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        drafter = CheckedDrafter(drafter)
-    with contextlib.ExitStack() as stack:
-        # Arguments of other types are transferred implicitly, so JAX's transfer guard must still apply to them.
-        if isinstance(prompts.tokens, jax.Array) and isinstance(prompts.lengths, jax.Array):
-            stack.enter_context(explicit_transfers())
-        if not spec.rule.exact:  # a lossy rule that reports no distortion yields NaN
-            stack.enter_context(jax.debug_nans(False))
+    drafter = checked(drafter)
+    with guards(spec.rule, prompts.tokens, prompts.lengths):
         used = drafter if spec.draft_length.max_draft_tokens else None
         out, out_of_vocab = decode_program(target, used, prompts, traced(sampling, eos_ids, pad_id), spec=spec)
     if is_user_defined(drafter):
         check_drafted(drafter, cast(Array, out_of_vocab), target.config.vocab_size)
     return out
+
+
+def checked(drafter: Drafter[PyTree] | None) -> Drafter[PyTree] | None:
+    """Return `drafter`, in a wrapper that checks its contract if `jax_enable_checks` is set."""
+    if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return CheckedDrafter(drafter)
+    return drafter
+
+
+@contextlib.contextmanager
+def guards(rule: Rule, *arrays: AnyArray) -> Generator[None]:
+    """Set JAX's transfer guard and NaN checks for a program that runs `rule` and takes the caller's `arrays`."""
+    with contextlib.ExitStack() as stack:
+        # Arguments of other types are transferred implicitly, so JAX's transfer guard must still apply to them.
+        if all(isinstance(array, jax.Array) for array in arrays):
+            stack.enter_context(explicit_transfers())
+        if not rule.exact:  # a lossy rule that reports no distortion yields NaN
+            stack.enter_context(jax.debug_nans(False))
+        yield
 
 
 def traced(sampling: SamplingParams, eos_ids: ArrayLike, pad_id: ArrayLike) -> TracedParams:
@@ -93,14 +108,24 @@ def decode_program(
     Returns:
         The result, and `OutputBuffers.out_of_vocab`.
     """
-    batch, width, samples = prompts.keys.shape[0], prompts.tokens.shape[1], prompts.samples_per_prompt
+    width, samples = prompts.tokens.shape[1], prompts.samples_per_prompt
     limit, draft_length = spec.max_new_tokens, spec.draft_length
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
     tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
     lengths = jnp.repeat(lengths, samples)
-    limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, jnp.minimum(settings.max_tokens, limit), limit)
-    params = RequestParams(
-        keys=prompts.keys,
+    params = request_params(prompts.keys, lengths, settings, limit)
+    began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
+    state, buffers = run_rounds(target, drafter, spec, params, vary_like(began, tokens))
+    return cut_to_size(state, buffers, lengths, jnp.asarray(settings.pad_id), limit), buffers.out_of_vocab
+
+
+def request_params(keys: Array, lengths: Array, settings: TracedParams, max_new_tokens: int) -> RequestParams:
+    """Return the parameters of a generation that adds up to `max_new_tokens` tokens to texts of these ``lengths[B]``."""
+    batch = lengths.size
+    limits = jnp.minimum(settings.max_tokens, max_new_tokens)
+    limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, limits, max_new_tokens)
+    return RequestParams(
+        keys=keys,
         prompt_lengths=lengths,
         limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
         eos_ids=jnp.broadcast_to(settings.eos_ids, (batch, settings.eos_ids.shape[-1])),
@@ -108,16 +133,30 @@ def decode_program(
         draft_transforms=broadcast_rows(settings.draft_transforms, batch),
         min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
     )
-    began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
+
+
+def run_rounds(
+    target: Llama,
+    drafter: Drafter[PyTree] | None,
+    spec: ProgramSpec,
+    params: RequestParams,
+    began: tuple[DecodeState, OutputBuffers],
+    settle: Callable[[DecodeState, DecodeState, Array], DecodeState] | None = None,
+) -> tuple[DecodeState, OutputBuffers]:
+    """Run rounds until every row is done.
+
+    After each round, `settle` may correct the state. It receives the states before and after the round, and the number
+    of tokens that each row gained, ``int32[B]``.
+    """
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
-        after, new = decode_round(target, drafter, spec.rule, draft_length, params, state)
+        after, new = decode_round(target, drafter, spec.rule, spec.draft_length, params, state)
         with jax.named_scope("commit"):
-            return after, collect(buffers, new, state.lengths - lengths, state.done)
+            after = after if settle is None else settle(state, after, new.count)
+            return after, collect(buffers, new, state.lengths - params.prompt_lengths, state.done)
 
-    state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, vary_like(began, tokens))
-    return cut_to_size(state, buffers, lengths, jnp.asarray(settings.pad_id), limit), buffers.out_of_vocab
+    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, began)
 
 
 def start(

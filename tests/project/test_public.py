@@ -87,6 +87,7 @@ def test_public_names_are_pinned():
         "Plan",
         "Relaxed",
         "RetrievalDrafter",
+        "Rollout",
         "SamplingParams",
         "Scores",
         "Stats",
