@@ -120,7 +120,7 @@ def decode_program(
 
 
 def request_params(keys: Array, lengths: Array, settings: TracedParams, max_new_tokens: int) -> RequestParams:
-    """Return the parameters of a generation that adds up to `max_new_tokens` tokens to texts of these ``lengths[B]``."""
+    """Return the parameters of a generation that adds up to `max_new_tokens` tokens to texts of ``lengths[B]``."""
     batch = lengths.size
     limits = jnp.minimum(settings.max_tokens, max_new_tokens)
     limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, limits, max_new_tokens)

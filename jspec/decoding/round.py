@@ -92,7 +92,8 @@ def decode_round(
         )
         new = _output(state, verdict, path, stop, extra)
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
-        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | stop.ended | new.invalid)
+        done = state.done | stop.ended | new.invalid
+        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=done)
         return _commit(draft_length, state, new), new
 
 

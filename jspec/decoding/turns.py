@@ -7,6 +7,7 @@ read the tokens that the last round committed, and reads them together with the 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +224,7 @@ def check_same_models(target: Llama, drafter: AnyDrafter, held: TurnState) -> No
         )
 
 
-def _differ(create: functools.partial[PyTree], state: PyTree) -> bool:
+def _differ(create: Callable[[], PyTree], state: PyTree) -> bool:
     """Return whether the pytree that `create` returns differs from `state` in structure, shapes or dtypes."""
     made = jax.eval_shape(create)
     leaves = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (made, state)]

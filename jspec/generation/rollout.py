@@ -1,3 +1,4 @@
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Roll-outs of several turns, which keep the KV caches between turns."""
 
 from typing import Self
@@ -8,13 +9,13 @@ from numpy.typing import ArrayLike
 
 from jspec.acceptance import RULES, Rule
 from jspec.core.sampling import SamplingParams
-from jspec.core.types import Output, PyTree, pytree
+from jspec.core.types import Output, pytree
 from jspec.decoding.program import checked, guards, traced
 from jspec.decoding.turns import TurnSpec, TurnState, append_tokens, begin_turns, take_turn
 from jspec.decoding.validate_arguments import as_array, as_arrays, as_settings, check_drafted, check_rule
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.decoding.validate_turns import check_appended, check_start, check_turn
-from jspec.drafters.base import Drafter, DraftSource, is_user_defined
+from jspec.drafters.base import DraftSource, is_user_defined
 from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.llama import Llama
@@ -120,12 +121,11 @@ class Rollout:
             state, out, out_of_vocab = take_turn(
                 target, checked(drafter), self.state, settings, rows, max_new_tokens=max_new_tokens
             )
-        _check_drafted(drafter, out_of_vocab, target)
+        if is_user_defined(drafter):
+            check_drafted(drafter, out_of_vocab, target.config.vocab_size)
         return type(self)(state), out
 
-    def append(
-        self, target: Llama, draft: DraftSource | None, tokens: ArrayLike, lengths: ArrayLike
-    ) -> Self:
+    def append(self, target: Llama, draft: DraftSource | None, tokens: ArrayLike, lengths: ArrayLike) -> Self:
         """Append tokens to each row, and read them with both models.
 
         The target reads M tokens per row. Outside `jax.jit`, tokens without room are an error if the rows' lengths are
@@ -165,9 +165,3 @@ class Rollout:
     def max_length(self) -> int:
         """L, the largest number of tokens in a row."""
         return self.state.spec.max_length
-
-
-def _check_drafted(drafter: Drafter[PyTree] | None, out_of_vocab: Array, target: Llama) -> None:
-    """Raise ValueError if a drafter from outside jspec has drafted invalid ids."""
-    if is_user_defined(drafter):
-        check_drafted(drafter, out_of_vocab, target.config.vocab_size)

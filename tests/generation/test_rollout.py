@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.decoding import turns
 from support import drafters, oracle, toys
 from support.law import VOCAB, exact_law
 from support.matrix import PROMPTS, pair
@@ -114,8 +113,7 @@ def two_turns(target, drafter, tokens, lengths, keys, k):
     """Return three tokens per row, where some rows stop after the first while others go on to the third."""
     rollout = jspec.Rollout.start(target, drafter, tokens, lengths, keys, max_length=16, num_draft_tokens=k)
     first = 1 + jnp.arange(len(tokens)) % 3
-    rollout, out = rollout.generate(target, drafter, max_new_tokens=3, sampling=jspec.SamplingParams(max_tokens=first))
-    del out
+    rollout, _ = rollout.generate(target, drafter, max_new_tokens=3, sampling=jspec.SamplingParams(max_tokens=first))
     rest = jspec.SamplingParams(max_tokens=jnp.maximum(3 - first, 1))
     rollout, _ = rollout.generate(target, drafter, max_new_tokens=2, sampling=rest, active=first < 3)
     new = rollout.tokens[jnp.arange(len(tokens))[:, None], lengths[:, None] + jnp.arange(3)]
@@ -158,8 +156,8 @@ def test_environment_inside_one_program():
             active &= goes_on
             return (rollout.append(target, draft, new, jnp.where(active, counts, 0)), active), (out, active)
 
-        (rollout, _), turns = jax.lax.scan(turn, (begun, jnp.ones(BATCH, bool)), length=4)
-        return rollout, turns
+        (rollout, _), outs = jax.lax.scan(turn, (begun, jnp.ones(BATCH, bool)), length=4)
+        return rollout, outs
 
     rollout, (outs, actives) = program(target, draft, tokens, lengths, keys)
     texts, ends, active = np.pad(tokens, ((0, 0), (0, LENGTH - 6))), lengths.copy(), np.ones(BATCH, bool)
@@ -185,8 +183,9 @@ def test_environment_inside_one_program():
 
 @pytest.mark.parametrize("name", [None, "model", "combined heads"])
 def test_rows_may_become_full(name):
-    """Near the end, a wide block of tokens is read from an earlier position. Inside jit, tokens without room are
-    dropped, and full rows gain nothing.
+    """Inside jit, tokens without room are dropped, and full rows gain nothing.
+
+    Near the end of the caches, `append` reads a wide block from an earlier position.
     """
     target, drafter, k = (pair()[0], None, {}) if name is None else make(name)
     tokens, lengths, keys = prompts()
