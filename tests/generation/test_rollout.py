@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jspec
+from jspec.models.kv_cache import KVCache
 from support import drafters, oracle, toys
 from support.law import VOCAB, exact_law
 from support.matrix import PROMPTS, pair
@@ -106,6 +107,52 @@ def test_rows_that_wait_for_others_keep_their_drafts(name):
         limits = jspec.SamplingParams(max_tokens=np.full(BATCH, NEW))
         outs.append(rollout.generate(target, drafter, max_new_tokens=NEW, sampling=limits)[1])
     same(*([getattr(out, field)[:2] for field in ("tokens", "logprobs", "origins")] for out in outs), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_row_may_end_anywhere_in_a_round(name):
+    """Two likely tokens make most drafts agree, so a row's limit often discards accepted tokens."""
+    target, drafter, k = make(name)
+    begun = jspec.Rollout.start(target, drafter, *prompts(), max_length=LENGTH, accept="coupled", **k)
+    bias = np.where(np.isin(np.arange(VOCAB), (2, 5)), np.float32(4), np.float32(0))
+    for limit in range(1, 7):
+        limits = [jspec.SamplingParams(max_tokens=np.full(BATCH, n), logit_bias=bias) for n in (limit, NEW)]
+        rollout, _ = begun.generate(target, drafter, max_new_tokens=NEW, sampling=limits[0])
+        options = {"max_new_tokens": NEW, "sampling": limits[1]}
+        _, out = rollout.generate(target, drafter, **options)
+        batch = *whole_text(rollout), prompts()[2]
+        same(out, jspec.speculative_generate(target, drafter, *batch, accept="coupled", **k, **options))
+
+
+@pytest.mark.parametrize("kind", ["model", "features"])
+def test_part_that_did_not_draft_reads_committed_tokens(kind):
+    """Lookup drafts the whole first turn. The other part has cached drafts of its own, which were never committed."""
+    target, draft = pair()
+    tokens, lengths, keys = prompts()
+    greedy = jspec.SamplingParams(temperature=0.0)
+    continued = jspec.generate(target, tokens, lengths, keys, max_new_tokens=NEW, sampling=greedy)
+    texts, ends = continued.with_prompts(tokens, lengths)
+    corpus = np.concatenate([row[:end] for row, end in zip(np.asarray(texts), ends, strict=True)])
+    other = draft if kind == "model" else jspec.MixtureDrafter(drafters.make("eagle", target, draft), draft, 0.05)
+    drafter = jspec.FallbackDrafter(jspec.RetrievalDrafter.from_tokens(corpus, VOCAB, 6, 2), other)
+    start = functools.partial(jspec.Rollout.start, max_length=LENGTH, num_draft_tokens=K, accept="coupled")
+    rollout, out = start(target, drafter, tokens, lengths, keys).generate(
+        target, drafter, max_new_tokens=9, sampling=greedy
+    )
+    assert out.stats.accepted.sum() > 4 * BATCH
+    rollout = rollout.append(target, drafter, reply(0)[0], np.array([4, 1, 2, 3, 4]))
+    same(*map(caches, (rollout, start(target, drafter, *whole_text(rollout), keys))))
+
+
+def caches(rollout):
+    """Return the entries of all KV caches of a roll-out, with zeros in the slots from the last token on."""
+    unused = np.arange(rollout.state.cache.keys[0].shape[3])[None] >= np.asarray(rollout.lengths)[:, None] - 1
+    parts = jax.tree.leaves(
+        (rollout.state.cache, rollout.state.drafter), is_leaf=lambda node: isinstance(node, KVCache)
+    )
+    found = [part for part in parts if isinstance(part, KVCache)]
+    keys = [np.where(unused[:, None, None], 0, keys) for cache in found for keys in cache.keys]
+    return keys + [np.where(unused[:, None, :, None], 0, values) for cache in found for values in cache.values]
 
 
 @functools.partial(jax.jit, static_argnames="k")
