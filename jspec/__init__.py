@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jspec.drafters.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
     from jspec.generation.complete import Completion, complete
     from jspec.generation.generate import generate, speculative_generate
+    from jspec.generation.rollout import Rollout
     from jspec.generation.scoring import Scores, logprobs
     from jspec.generation.stream import stream
     from jspec.models.live_weights import load_weights
@@ -88,6 +89,7 @@ __all__ = [
     "Plan",
     "Relaxed",
     "RetrievalDrafter",
+    "Rollout",
     "SamplingParams",
     "Scores",
     "Stats",
@@ -177,6 +179,7 @@ _HOMES = {
     "pretrained": "jspec.bundled.pretrained",
     "quantize": "jspec.models.quantize",
     "generate": "jspec.generation.generate",
+    "Rollout": "jspec.generation.rollout",
     "Scores": "jspec.generation.scoring",
     "logprobs": "jspec.generation.scoring",
     "speculative_generate": "jspec.generation.generate",

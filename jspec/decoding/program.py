@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Generator
 from typing import cast
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jspec.acceptance import Rule
 from jspec.core.derivatives import forward_mode_only
 from jspec.core.row_ops import prefix_mask
 from jspec.core.sampling import (
@@ -54,19 +56,32 @@ def run_program(
     Raises:
         ValueError: a drafter from outside jspec drafted invalid token ids.
     """
-    if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
-        drafter = CheckedDrafter(drafter)
-    with contextlib.ExitStack() as stack:
-        # Arguments of other types are transferred implicitly, so JAX's transfer guard must still apply to them.
-        if isinstance(prompts.tokens, jax.Array) and isinstance(prompts.lengths, jax.Array):
-            stack.enter_context(explicit_transfers())
-        if not spec.rule.exact:  # a lossy rule that reports no distortion yields NaN
-            stack.enter_context(jax.debug_nans(False))
+    drafter = checked(drafter)
+    with guards(spec.rule, prompts.tokens, prompts.lengths):
         used = drafter if spec.draft_length.max_draft_tokens else None
         out, out_of_vocab = decode_program(target, used, prompts, traced(sampling, eos_ids, pad_id), spec=spec)
     if is_user_defined(drafter):
         check_drafted(drafter, cast(Array, out_of_vocab), target.config.vocab_size)
     return out
+
+
+def checked(drafter: Drafter[PyTree] | None) -> Drafter[PyTree] | None:
+    """Return `drafter`, in a wrapper that checks its contract if `jax_enable_checks` is set."""
+    if jax.config.jax_enable_checks and drafter is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return CheckedDrafter(drafter)
+    return drafter
+
+
+@contextlib.contextmanager
+def guards(rule: Rule, *arrays: AnyArray) -> Generator[None]:
+    """Set JAX's transfer guard and NaN checks for a program that runs `rule` and takes the caller's `arrays`."""
+    with contextlib.ExitStack() as stack:
+        # Arguments of other types are transferred implicitly, so JAX's transfer guard must still apply to them.
+        if all(isinstance(array, jax.Array) for array in arrays):
+            stack.enter_context(explicit_transfers())
+        if not rule.exact:  # a lossy rule that reports no distortion yields NaN
+            stack.enter_context(jax.debug_nans(False))
+        yield
 
 
 def traced(sampling: SamplingParams, eos_ids: ArrayLike, pad_id: ArrayLike) -> TracedParams:
@@ -96,23 +111,13 @@ def decode_program(
     Returns:
         The result, and `OutputBuffers.out_of_vocab`.
     """
-    batch, width, limit = prompts.keys.shape[0], prompts.tokens.shape[1], spec.max_new_tokens
+    width, limit = prompts.tokens.shape[1], spec.max_new_tokens
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
     tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
-    limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, jnp.minimum(settings.max_tokens, limit), limit)
-    params = RequestParams(
-        keys=prompts.keys,
-        prompt_lengths=jnp.repeat(lengths, prompts.samples_per_prompt),
-        limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
-        eos_ids=jnp.broadcast_to(settings.eos_ids, (batch, settings.eos_ids.shape[-1])),
-        transforms=broadcast_rows(settings.transforms, batch),
-        draft_transforms=broadcast_rows(settings.draft_transforms, batch),
-        min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
-    )
-    rows = tokens, params, jnp.full((batch, 1), settings.pad_id, jnp.int32)
+    params = request_params(prompts.keys, jnp.repeat(lengths, prompts.samples_per_prompt), settings, limit)
+    rows = tokens, params, jnp.full((params.prompt_lengths.size, 1), settings.pad_id, jnp.int32)
     out, out_of_vocab = fold_vmap(functools.partial(_decode_rows, spec))((target, drafter), rows)
-    logprobs, raw_logprobs = map(forward_mode_only, (out.logprobs, out.raw_logprobs))
-    return dataclasses.replace(out, logprobs=logprobs, raw_logprobs=raw_logprobs), out_of_vocab
+    return without_reverse_mode(out), out_of_vocab
 
 
 def _decode_rows(
@@ -120,17 +125,55 @@ def _decode_rows(
 ) -> tuple[Output, Array]:
     """Decode a batch of `tokens`, `params` and `pad_ids`. Every array has one row per prompt or per sample."""
     (target, drafter), (tokens, params, pad_ids) = models, rows
-    limit, draft_length, lengths = spec.max_new_tokens, spec.draft_length, params.prompt_lengths
-    began = start(target, drafter, params, tokens, limit, draft_length, spec.record)
+    began = start(target, drafter, params, tokens, spec.max_new_tokens, spec.draft_length, spec.record)
+    state, buffers = run_rounds(target, drafter, spec, params, vary_like(began, tokens))
+    return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, spec.max_new_tokens), buffers.out_of_vocab
+
+
+def without_reverse_mode(out: Output) -> Output:
+    """Return `out` with log-probabilities that raise a clear error in reverse-mode differentiation."""
+    logprobs, raw_logprobs = map(forward_mode_only, (out.logprobs, out.raw_logprobs))
+    return dataclasses.replace(out, logprobs=logprobs, raw_logprobs=raw_logprobs)
+
+
+def request_params(keys: Array, lengths: Array, settings: TracedParams, max_new_tokens: int) -> RequestParams:
+    """Return the parameters of a generation that adds up to `max_new_tokens` tokens to texts of ``lengths[B]``."""
+    batch = lengths.size
+    limits = jnp.minimum(settings.max_tokens, max_new_tokens)
+    limits = jnp.where(jnp.asarray(settings.max_tokens) > 0, limits, max_new_tokens)
+    return RequestParams(
+        keys=keys,
+        prompt_lengths=lengths,
+        limits=jnp.broadcast_to(limits, (batch,)).astype(jnp.int32),
+        eos_ids=jnp.broadcast_to(settings.eos_ids, (batch, settings.eos_ids.shape[-1])),
+        transforms=broadcast_rows(settings.transforms, batch),
+        draft_transforms=broadcast_rows(settings.draft_transforms, batch),
+        min_tokens=None if settings.min_tokens is None else jnp.broadcast_to(settings.min_tokens, (batch,)),
+    )
+
+
+def run_rounds(
+    target: Llama,
+    drafter: Drafter[PyTree] | None,
+    spec: ProgramSpec,
+    params: RequestParams,
+    began: tuple[DecodeState, OutputBuffers],
+    settle: Callable[[DecodeState, DecodeState, Array], DecodeState] | None = None,
+) -> tuple[DecodeState, OutputBuffers]:
+    """Run rounds until every row is done.
+
+    After each round, `settle` may correct the state. It receives the states before and after the round, and the number
+    of tokens that each row gained, ``int32[B]``.
+    """
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
-        after, new = decode_round(target, drafter, spec.rule, draft_length, params, state)
+        after, new = decode_round(target, drafter, spec.rule, spec.draft_length, params, state)
         with jax.named_scope("commit"):
-            return after, collect(buffers, new, state.lengths - lengths, state.done)
+            after = after if settle is None else settle(state, after, new.count)
+            return after, collect(buffers, new, state.lengths - params.prompt_lengths, state.done)
 
-    state, buffers = lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, vary_like(began, tokens))
-    return cut_to_size(state, buffers, lengths, pad_ids, limit), buffers.out_of_vocab
+    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, began)
 
 
 def start(

@@ -70,8 +70,11 @@ def decode_round(
         if verdict.distortion is None and not rule.exact:  # a lossy rule that reports no distortion
             verdict = dataclasses.replace(verdict, distortion=jnp.full(read.probs.shape[:2], jnp.nan))
     with jax.named_scope("commit"):
+        path = along_path(draft, verdict, read.probs)
+        stop = _stop(params, state, verdict.num_accepted, path)
         if drafter is not None and draft_length.max_draft_tokens:
-            drafter_state = drafter.commit(drafter_state, draft, verdict, _target_signals(target, drafter, read))
+            committed = _committed(verdict, path, stop)
+            drafter_state = drafter.commit(drafter_state, draft, committed, _target_signals(target, drafter, read))
         elif drafter is not None:  # the drafter only reads in this round
             block = jnp.stack([last_token(state), verdict.next_token], axis=1)
             start, count = state.lengths - 1, (~state.done).astype(jnp.int32)
@@ -79,7 +82,6 @@ def decode_round(
             drafter_state = prefill_chunk(drafter, drafter_state, block, start, count, signals)
         if verdict.path is not None:
             cache = keep(cache, state.lengths - 1, verdict.path)
-        path = along_path(draft, verdict, read.probs)
         logits = at_path(read.logits, verdict)
         top_ids, top = _top(params, state, logits, num_top)
         extra = _Extra(
@@ -88,9 +90,10 @@ def decode_round(
             top_logprobs=top,
             out_of_vocab=out_of_vocab,
         )
-        new, ended = _output(params, state, verdict, path, extra)
+        new = _output(state, verdict, path, stop, extra)
         new = dataclasses.replace(new, record=of_round(draft, verdict, new.accepted, new.count))
-        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=state.done | ended | new.invalid)
+        done = state.done | stop.ended | new.invalid
+        state = dataclasses.replace(state, cache=cache, drafter=drafter_state, done=done)
         return _commit(draft_length, state, new), new
 
 
@@ -234,6 +237,17 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
     return _Stop(count, limit, to_eos, ended, no_mass & (count == num_accepted) & ~ended & ~state.done)
 
 
+def _committed(verdict: Verdict, path: Path, stop: _Stop) -> Verdict:
+    """Return `verdict` without the tokens after a row's end, as if its last committed token were the round's last.
+
+    A roll-out may continue such a row later. The discarded tokens must not influence its drafts then, because the row
+    uses the noise at their positions again.
+    """
+    num_accepted = jnp.where(stop.gained > 0, stop.gained - 1, verdict.num_accepted)
+    next_token = jnp.take_along_axis(path.tokens, num_accepted[:, None], axis=1)[:, 0]
+    return dataclasses.replace(verdict, num_accepted=num_accepted, next_token=next_token)
+
+
 class _Extra(TypedDict):
     """The fields of a `RoundOutput` that do not depend on where rows stop."""
 
@@ -243,19 +257,16 @@ class _Extra(TypedDict):
     out_of_vocab: Array
 
 
-def _output(
-    params: RequestParams, state: DecodeState, verdict: Verdict, path: Path, extra: _Extra
-) -> tuple[RoundOutput, Array]:
-    """Return the round's output, including the fields in `extra`, and which rows have ended."""
+def _output(state: DecodeState, verdict: Verdict, path: Path, stop: _Stop, extra: _Extra) -> RoundOutput:
+    """Return the round's output, including the fields in `extra`."""
     num_accepted = verdict.num_accepted
-    stop = _stop(params, state, num_accepted, path)
     accepted = jnp.minimum(num_accepted, stop.gained)
     # 1 if the correction of a rejected draft token is committed.
     refused = ((num_accepted < path.num_guessed) & (num_accepted < stop.gained)).astype(jnp.int32)
     # An accepted EOS token ends the draft.
     depth = jnp.minimum(jnp.where(stop.to_eos <= accepted, stop.to_eos, stop.limit), path.guesses.shape[1] - 1)
     drafted = jnp.take_along_axis(path.guesses, depth[:, None], axis=1)[:, 0]
-    output = RoundOutput(
+    return RoundOutput(
         tokens=path.tokens,
         count=stop.gained,
         logprobs=jnp.log(at_tokens(path.target_probs, path.tokens)),
@@ -267,7 +278,6 @@ def _output(
         distortion=_distortion(verdict, stop.gained),
         **extra,
     )
-    return output, stop.ended
 
 
 def _top(params: RequestParams, state: DecodeState, logits: Array, num_top: int) -> tuple[Array, Array]:

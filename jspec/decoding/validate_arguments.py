@@ -51,8 +51,7 @@ def check_arguments(
     vocab_size = target.config.vocab_size
     check_whole("max_new_tokens", max_new_tokens)
     if drafter is not None or num_draft_tokens is not None:
-        _check_drafter(drafter, vocab_size)
-        _check_capabilities(target, drafter)
+        check_drafter(target, drafter)
         _check_draft_length(num_draft_tokens, drafter)
     batch = check_prompts(prompts.tokens, prompts.lengths, target.config)
     check_whole("samples_per_prompt", prompts.samples_per_prompt)
@@ -61,6 +60,12 @@ def check_arguments(
     check_sampling(sampling, batch, vocab_size)
     check_positions(target, drafter, prompts.lengths, max_new_tokens, sampling.max_tokens)
     check_ids(eos_ids, pad_id, batch, vocab_size)
+
+
+def check_drafter(target: Llama, drafter: Drafter[PyTree] | None) -> None:
+    """Raise ValueError or TypeError unless `drafter` is a drafter that can draft for `target`."""
+    _check_drafter(drafter, target.config.vocab_size)
+    _check_capabilities(target, drafter)
 
 
 def _check_capabilities(target: Llama, drafter: Drafter[PyTree] | None) -> None:

@@ -224,7 +224,8 @@ class Drafter(Generic[State]):
     def commit(self, state: State, draft: Draft, verdict: Verdict, signals: TargetSignals) -> State:
         """Return the state after a draft has been verified.
 
-        `signals` holds the verifying model's output over the draft, at node 0 and at every draft token.
+        `signals` holds the verifying model's output over the draft, at node 0 and at every draft token. In a row that
+        ends in this round, `verdict` leaves out the tokens after the end.
 
         In a combined drafter, the draft may come from another part. In a `jspec.MultiDrafter`, a part with `features`
         receives only the accepted path, as a chain, whichever part proposed it.

@@ -88,6 +88,7 @@ def test_public_names_are_pinned():
         "Plan",
         "Relaxed",
         "RetrievalDrafter",
+        "Rollout",
         "SamplingParams",
         "Scores",
         "Stats",
@@ -146,6 +147,14 @@ def test_public_signatures_are_pinned():
     options += ["samples_per_prompt"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
+    options = ["max_length", "num_draft_tokens", "accept", "samples_per_prompt"]
+    expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
+    assert parameters(jspec.Rollout.start) == expected
+    expected = [(n, False) for n in ["self", "target", "draft"]] + [
+        (n, True) for n in ["max_new_tokens", *last, "active"]
+    ]
+    assert parameters(jspec.Rollout.generate) == expected
+    assert parameters(jspec.Rollout.append) == [(n, False) for n in ["self", "target", "draft", "tokens", "lengths"]]
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "max_nodes", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
@@ -280,7 +289,8 @@ def test_types_are_declared(report):
     report(any_per_1000_lines=round(untyped, 1), probes_per_1000_lines=round(probes, 1), wide=len(wide))
     assert untyped <= 4
     assert probes <= 1
-    public = {"complete", "stream", "generate", "speculative_generate", "plan", "train_drafter", "tune", "__init__"}
+    public = {"complete", "stream", "generate", "speculative_generate", "start", "plan", "train_drafter", "tune"}
+    public |= {"__init__"}
     assert {name.rsplit(".", 1)[1] for name in wide} - public <= WIDE
 
 

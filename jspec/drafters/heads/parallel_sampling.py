@@ -111,6 +111,10 @@ class PassDrafter(InOwnFiles, NoPrefill[_Ahead]):
         hidden = jnp.zeros((len(tokens), *self.embeddings.shape), jnp.float32)
         return _Ahead(hidden, jnp.zeros(len(tokens), bool))
 
+    def read(self, state: _Ahead, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Ahead:
+        """Forget the states in rows that read at least one token, because the text has moved past the vectors."""
+        return _Ahead(state.hidden, state.known & (count == 0))
+
     def propose(self, state: _Ahead, context: Context, num_draft_tokens: int) -> tuple[Draft, _Ahead]:
         """Draw draft tokens from the distributions at their positions, and add the vectors for the next round."""
         count = len(self.embeddings)
