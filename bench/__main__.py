@@ -131,6 +131,15 @@ def samples(
 
 
 @app.command()
+def rollouts(output: Output = None, steps: Annotated[int, typer.Option("--steps", min=4)] = 40) -> None:
+    """Train SmolLM2 with GRPO (examples/grpo.py), and compare drafters that learn from its roll-outs."""
+    from bench import rollouts
+    from bench.report import RESULTS
+
+    rollouts.run(steps, output or RESULTS)
+
+
+@app.command()
 def vmap(
     pair: Pair = "109m",
     target: Target = None,

@@ -1,11 +1,12 @@
 """A plot for each table. Each function draws a table's rows, whose keys contain the units, on an empty figure."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -261,6 +262,25 @@ def online(figure: Figure, rows: Rows) -> None:
         axes.plot([row["tokens served"] for row in rows], [row[name] for row in rows], "o-", label=name)
     axes.set_ylim(bottom=0)
     _finish(axes, "tokens served", "accepted / judged draft tokens")
+
+
+def rollouts(accepted: Mapping[str, Sequence[float]], rewards: Sequence[float]) -> Drawing:
+    """Return a drawing for `bench.rollouts`: accepted tokens of every way, and rewards, step by step."""
+
+    def draw(figure: Figure, _: Rows) -> None:
+        axes = figure.subplots()
+        for name, shares in accepted.items():
+            axes.plot(_smooth(shares), label=name)
+        axes.plot(_smooth(rewards), "--", color="dimgrey", label="reward")
+        axes.set_ylim(0, 1)
+        _finish(axes, "training step", "accepted draft tokens / new tokens")
+
+    return draw
+
+
+def _smooth(values: Sequence[float], width: int = 4) -> np.ndarray:
+    """Return the mean of the last `width` values at each step."""
+    return np.array([np.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))])
 
 
 def engine(figure: Figure, rows: Rows) -> None:

@@ -13,7 +13,7 @@ import functools
 import operator
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ import optax
 from jax import Array
 
 import jspec
+from jspec.core.tokenizer import Tokenizer
 from jspec.text import load_tokenizer
+from jspec.text.chat_template import Batch
 
 SAMPLES, NEW_TOKENS, WIDTH = 8, 40, 32
 OPTIMIZER = optax.adam(1e-5)
@@ -70,32 +72,41 @@ def advantages_of(rewards: np.ndarray) -> np.ndarray:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
-def train(policy: jspec.Llama, tokenizer, questions: list[Question], steps: int, ends: list[int]) -> Iterator[dict]:
-    """Train `policy`, and yield each step's mean reward, acceptance rate, draft length and roll-out time."""
-    state, drafts, planner = OPTIMIZER.init(policy), jspec.online.Retrieval(policy), jspec.online.Planner((0, 2, 4))
+def roll_out(policy: jspec.Llama, drafter, k: int, batch: Batch, keys: Array, ends: Sequence[int]) -> jspec.Output:
+    """Sample one answer for each key, with up to `k` draft tokens per round."""
+    request = policy, batch.tokens, batch.lengths, keys
+    options = {"max_new_tokens": NEW_TOKENS, "eos_ids": ends, "samples_per_prompt": SAMPLES}
+    if k == 0:
+        return jax.block_until_ready(jspec.generate(*request, **options))
+    options |= {"num_draft_tokens": jspec.UpTo(k), "accept": "coupled"}
+    return jax.block_until_ready(jspec.speculative_generate(policy, drafter, *request[1:], **options))
+
+
+def learn(policy: jspec.Llama, state: optax.OptState, question: Question, batch: Batch, out: jspec.Output, answers):
+    """Return the policy and the optimiser's state after one step, and the rewards."""
+    rewards = np.array([question.reward(answer) for answer in answers])
+    texts, lengths = out.with_prompts(batch.tokens, batch.lengths)
+    starts = jnp.repeat(batch.lengths, SAMPLES)
+    return *update(policy, state, texts, lengths, starts, advantages_of(rewards)), rewards
+
+
+def train(policy: jspec.Llama, tokenizer: Tokenizer, questions: Sequence[Question], steps: int) -> Iterator[dict]:
+    """Train `policy`, and yield the figures of each step."""
+    ends = [*policy.config.eos_token_ids, tokenizer.encode("\n")[0]]
+    state, lookup, planner = OPTIMIZER.init(policy), jspec.online.Retrieval(policy), jspec.online.Planner((0, 2, 4))
     for step in range(steps):
         question = questions[step % len(questions)]
-        (batch,) = jspec.batches([question.prompt], tokenizer, widths=(WIDTH,))
+        (batch,) = jspec.batches(question.prompt, tokenizer, widths=(WIDTH,))
         keys = jax.random.split(jax.random.key(step), SAMPLES)  # new keys: the drafter knows the noise of the old ones
-        options = {"max_new_tokens": NEW_TOKENS, "eos_ids": ends, "samples_per_prompt": SAMPLES}
-        began, k = time.perf_counter(), planner.num_draft_tokens
-        if k:
-            options |= {"num_draft_tokens": jspec.UpTo(k), "accept": "coupled"}
-            out = jspec.speculative_generate(policy, drafts.drafter, batch.tokens, batch.lengths, keys, **options)
-        else:
-            out = jspec.generate(policy, batch.tokens, batch.lengths, keys, **options)
-        out = jax.block_until_ready(out)
+        k, began = planner.num_draft_tokens, time.perf_counter()
+        out = roll_out(policy, lookup.drafter, k, batch, keys, ends)
         seconds = time.perf_counter() - began
         planner.record(out, seconds)
-        drafts.learn([tokenizer.encode(question.prompt)] * SAMPLES, out)
-
+        lookup.learn([tokenizer.encode(question.prompt)] * SAMPLES, out)
         answers = [tokenizer.decode(row[:length]) for row, length in zip(out.tokens, out.lengths, strict=True)]
-        rewards = np.array([question.reward(answer) for answer in answers])
-        texts, lengths = out.with_prompts(batch.tokens, batch.lengths)
-        starts = jnp.repeat(batch.lengths, SAMPLES)
-        policy, state = update(policy, state, texts, lengths, starts, advantages_of(rewards))
-        rate = float(out.stats.accepted.sum() / max(1, out.stats.judged.sum()))
-        yield {"reward": rewards.mean(), "acceptance": rate, "k": k, "seconds": seconds, "answer": answers[0]}
+        policy, state, rewards = learn(policy, state, question, batch, out, answers)
+        accepted = out.stats.accepted.sum() / out.lengths.sum()
+        yield {"reward": rewards.mean(), "accepted": accepted, "k": k, "seconds": seconds, "answer": answers[0]}
 
 
 def main() -> None:
@@ -103,13 +114,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     steps = parser.parse_args().steps
     policy, tokenizer = jspec.load("smollm2", packed=False), load_tokenizer("smollm2")
-    ends = [*policy.config.eos_token_ids, tokenizer.encode("\n")[0]]
-    questions = [Question(first) for first in (3, 14, 27, 58)]
-    for step, row in enumerate(train(policy, tokenizer, questions, steps, ends)):
+    for step, row in enumerate(train(policy, tokenizer, [Question(first) for first in (3, 14, 27, 58)], steps)):
         print(
             step,
-            " ".join(f"{name}={value:.3g}" for name, value in row.items() if name != "answer"),
-            repr(row["answer"]),
+            *(f"{name}={value if isinstance(value, str) else round(float(value), 2)!r}" for name, value in row.items()),
         )
 
 
