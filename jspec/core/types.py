@@ -256,6 +256,10 @@ class Output:
             was requested, but the drafter had none).
         stats: per-request statistics. See `Stats`.
         record: all draft tokens if ``record=True`` was passed, else None.
+        top_ids: ``int32[B, N, n]``, the n most likely tokens at each new token, by the target's logits, highest first;
+            0 after the end. None unless ``top_logprobs=n`` was passed.
+        top_logprobs: ``float32[B, N, n]``, their log-probabilities before any transform, as in `raw_logprobs`; 0 after
+            the end. None unless ``top_logprobs=n`` was passed.
     """
 
     tokens: Array
@@ -265,6 +269,8 @@ class Output:
     origins: Array
     stats: Stats
     record: Record | None = None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
 
     def with_prompts(self, tokens: ArrayLike, lengths: ArrayLike) -> tuple[Array, Array]:
         """Return each row's prompt followed by its new tokens, and the total lengths, for `jspec.logprobs`.

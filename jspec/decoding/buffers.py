@@ -1,5 +1,7 @@
 """Output buffers that every round writes to, and the final result that is cut from them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,6 +19,7 @@ class OutputBuffers:
     Attributes:
         out_of_vocab: ``bool[B]``, whether any round drafted an id outside the vocabulary. See `RoundOutput`.
         record: None unless a record was requested.
+        top_ids, top_logprobs: None unless they were requested.
     """
 
     logprobs: Array
@@ -25,21 +28,38 @@ class OutputBuffers:
     stats: Stats
     out_of_vocab: Array
     record: Record | None
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
 
 
-def empty_buffers(batch: int, max_new_tokens: int, num_draft_tokens: int, num_recorded: int | None) -> OutputBuffers:
-    """Return the buffers before the first round. `num_recorded` is the number of draft tokens to record, or None."""
+def empty_buffers(
+    batch: int, max_new_tokens: int, num_draft_tokens: int, num_recorded: int | None = None, num_top: int = 0
+) -> OutputBuffers:
+    """Return the buffers before the first round.
+
+    Args:
+        num_recorded: the number of draft tokens to record per round, or None.
+        num_top: the number of most likely tokens to keep for every new token.
+    """
     zeros, no = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     by_depth = jnp.zeros((batch, num_draft_tokens), jnp.int32)
     stats = Stats(zeros, zeros, zeros, by_depth, by_depth, no, jnp.zeros(batch, jnp.float32))
     shape = batch, max_new_tokens + num_draft_tokens + 1
     logprobs = jnp.zeros(shape, jnp.float32)
     record = None if num_recorded is None else empty_record(batch, max_new_tokens, num_recorded)
-    return OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no, record)
+    buffers = OutputBuffers(logprobs, logprobs, jnp.zeros(shape, jnp.int8), stats, no, record)
+    if not num_top:
+        return buffers
+    top = jnp.zeros((*shape, num_top), jnp.float32)
+    return dataclasses.replace(buffers, top_ids=top.astype(jnp.int32), top_logprobs=top)
 
 
 def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Array) -> OutputBuffers:
     """Add a round to `buffers`. Before the round, row b had ``written[b]`` new tokens, and was done if ``done[b]``."""
+
+    def written_rows(rows: Array | None, new: Array) -> Array | None:
+        return None if rows is None else write_rows(rows, new, written)
+
     record = buffers.record
     if record is not None and new.record is not None:
         record = with_round(record, new.record, buffers.stats.rounds)
@@ -50,6 +70,8 @@ def collect(buffers: OutputBuffers, new: RoundOutput, written: Array, done: Arra
         _add(buffers.stats, new, done),
         buffers.out_of_vocab | new.out_of_vocab,
         record,
+        written_rows(buffers.top_ids, new.top_ids),
+        written_rows(buffers.top_logprobs, new.top_logprobs),
     )
 
 
@@ -75,6 +97,9 @@ def cut_to_size(
     def cut(part: Array) -> Array:
         return part[:, :max_new_tokens]
 
+    def cut_top(part: Array | None) -> Array | None:
+        return None if part is None else jnp.where(kept[:, :, None], cut(part), 0)
+
     new = slice_rows(state.tokens, prompt_lengths, max_new_tokens)
     lengths = state.lengths - prompt_lengths
     kept = prefix_mask(lengths, max_new_tokens)
@@ -86,4 +111,6 @@ def cut_to_size(
         origins=jnp.where(kept, buffers.origins[:, :max_new_tokens], PADDING),
         stats=buffers.stats,
         record=jax.tree.map(cut, buffers.record),
+        top_ids=cut_top(buffers.top_ids),
+        top_logprobs=cut_top(buffers.top_logprobs),
     )

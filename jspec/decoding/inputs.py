@@ -73,9 +73,11 @@ class ProgramSpec:
         draft_length: the maximum number of draft tokens per round, and how many of them each row drafts.
         rule: the acceptance rule.
         record: whether the output has a `Record` of all draft tokens.
+        num_top: the number of most likely tokens to return for every new token.
     """
 
     max_new_tokens: int
     draft_length: DraftLength
     rule: Rule
     record: bool = False
+    num_top: int = 0

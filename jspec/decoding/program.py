@@ -35,7 +35,6 @@ from jspec.decoding.state import DecodeState, RequestParams
 from jspec.decoding.validate_arguments import check_drafted
 from jspec.drafters.base import Drafter, is_user_defined, kind_of, tree_of
 from jspec.drafters.capabilities import features_of
-from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.drafters.validate_draft import CheckedDrafter
 from jspec.models.kv_cache import prefill, prefill_with_features, whole_tiles
@@ -115,6 +114,8 @@ def decode_program(
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
     tokens = jnp.where(prefix_mask(lengths, width), prompts.tokens, 0).astype(jnp.int32)
     params = request_params(prompts.keys, jnp.repeat(lengths, prompts.samples_per_prompt), settings, limit)
+    if spec.num_top:
+        params = dataclasses.replace(params, top_logprobs=jnp.full_like(params.limits, spec.num_top))
     rows = tokens, params, jnp.full((params.prompt_lengths.size, 1), settings.pad_id, jnp.int32)
     out, out_of_vocab = fold_vmap(functools.partial(_decode_rows, spec))((target, drafter), rows)
     return without_reverse_mode(out), out_of_vocab
@@ -125,7 +126,7 @@ def _decode_rows(
 ) -> tuple[Output, Array]:
     """Decode a batch of `tokens`, `params` and `pad_ids`. Every array has one row per prompt or per sample."""
     (target, drafter), (tokens, params, pad_ids) = models, rows
-    began = start(target, drafter, params, tokens, spec.max_new_tokens, spec.draft_length, spec.record)
+    began = start(target, drafter, params, tokens, spec)
     state, buffers = run_rounds(target, drafter, spec, params, vary_like(began, tokens))
     return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, spec.max_new_tokens), buffers.out_of_vocab
 
@@ -168,7 +169,7 @@ def run_rounds(
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
-        after, new = decode_round(target, drafter, spec.rule, spec.draft_length, params, state)
+        after, new = decode_round(target, drafter, spec.rule, spec.draft_length, params, state, spec.num_top)
         with jax.named_scope("commit"):
             after = after if settle is None else settle(state, after, new.count)
             return after, collect(buffers, new, state.lengths - params.prompt_lengths, state.done)
@@ -181,9 +182,7 @@ def start(
     drafter: Drafter[PyTree] | None,
     params: RequestParams,
     tokens: Array,
-    max_new_tokens: int,
-    draft_length: DraftLength,
-    record: bool = False,
+    spec: ProgramSpec,
 ) -> tuple[DecodeState, OutputBuffers]:
     """Allocate all buffers, and prefill the prompts. The first round samples the first token.
 
@@ -191,7 +190,7 @@ def start(
         tokens: ``int32[B, P]``, the prompts. If `params` has B G rows, each prompt is prefilled once, for G rows.
     """
     batch, samples = params.prompt_lengths.size, params.prompt_lengths.size // len(tokens)
-    k = draft_length.max_draft_tokens
+    k, max_new_tokens = spec.draft_length.max_draft_tokens, spec.max_new_tokens
     spare, size = k + 1, tree_of(drafter, k).size
     slots = whole_tiles(tokens.shape[1] + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
@@ -214,9 +213,9 @@ def start(
         cache=cache,
         drafter=drafter_state,
         token_counts=token_counts,
-        draft_length=draft_length.init(batch),
+        draft_length=spec.draft_length.init(batch),
     )
-    return state, empty_buffers(batch, max_new_tokens, k, size if record else None)
+    return state, empty_buffers(batch, max_new_tokens, k, size if spec.record else None, spec.num_top)
 
 
 def _check_rows(drafter: Drafter[PyTree] | None, state: PyTree, batch: int, samples: int) -> None:

@@ -85,7 +85,8 @@ def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spe
     tokens = jnp.where(prefix_mask(lengths, prompts.tokens.shape[1]), prompts.tokens, 0).astype(jnp.int32)
     room, lengths = spec.max_length - tokens.shape[1], jnp.repeat(lengths, prompts.samples_per_prompt)
     params = request_params(prompts.keys, lengths, traced(SamplingParams(), np.zeros(0, np.int32), 0), room)
-    state, _ = vary_like(start(target, drafter, params, tokens, room, spec.draft_length), tokens)
+    program = ProgramSpec(room, spec.draft_length, spec.rule)
+    state, _ = vary_like(start(target, drafter, params, tokens, program), tokens)
     return TurnState(state.tokens, lengths, prompts.keys, state.cache, state.drafter, state.draft_length, spec)
 
 
@@ -125,7 +126,7 @@ def take_turn(
         token_counts=counts,
         draft_length=held.length_state,
     )
-    buffers = empty_buffers(lengths.size, max_new_tokens, spec.draft_length.max_draft_tokens, None)
+    buffers = empty_buffers(lengths.size, max_new_tokens, spec.draft_length.max_draft_tokens)
     program = ProgramSpec(max_new_tokens, spec.draft_length, spec.rule)
     began = vary_like((state, buffers), held.text)
     state, buffers = run_rounds(target, drafter, program, params, began, _keep_idle)

@@ -1,5 +1,7 @@
+# pyright: reportUnnecessaryIsInstance=false
 """Validation of sampling parameters. Values are checked if they are known, as in `validate_arguments`."""
 
+import numbers
 import reprlib
 from collections.abc import Callable
 from typing import cast
@@ -80,3 +82,13 @@ def _is_number(value: object) -> bool:
 
 def _describe(value: object) -> str:
     return f"shape {np.shape(cast(ArrayLike, value))}" if _is_number(value) else reprlib.repr(value)
+
+
+def check_top(top_logprobs: int, vocab_size: int) -> None:
+    """Raise ValueError unless `top_logprobs` is an int from 0 to the vocabulary size."""
+    is_int = isinstance(top_logprobs, numbers.Integral) and not isinstance(top_logprobs, bool)
+    if not is_int or not 0 <= top_logprobs <= vocab_size:
+        raise ValueError(
+            f"top_logprobs must be a Python int from 0 to {vocab_size}, the size of the vocabulary; got "
+            f"{top_logprobs!r}."
+        )

@@ -9,6 +9,7 @@ from jspec.core.types import Output
 from jspec.decoding.inputs import ProgramSpec
 from jspec.decoding.program import run_program
 from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_rule
+from jspec.decoding.validate_sampling import check_top
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.drafters.base import DraftSource
 from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
@@ -28,6 +29,7 @@ def generate(
     eos_ids: ArrayLike = (),
     pad_id: int = 0,
     samples_per_prompt: int = 1,
+    top_logprobs: int = 0,
 ) -> Output:
     """Decode one token per forward pass of `target`.
 
@@ -37,7 +39,8 @@ def generate(
     """
     prompts, sampling, eos_ids = as_arrays(tokens, lengths, keys, sampling, eos_ids, samples_per_prompt)
     check_arguments(target, None, prompts, max_new_tokens, None, sampling, eos_ids, pad_id)
-    spec = ProgramSpec(max_new_tokens, Fixed(0), RULES["rejection"])
+    check_top(top_logprobs, target.config.vocab_size)
+    spec = ProgramSpec(max_new_tokens, Fixed(0), RULES["rejection"], num_top=int(top_logprobs))
     return run_program(target, None, prompts, sampling, eos_ids, pad_id, spec)
 
 
@@ -56,6 +59,7 @@ def speculative_generate(
     pad_id: int = 0,
     record: bool = False,
     samples_per_prompt: int = 1,
+    top_logprobs: int = 0,
 ) -> Output:
     """Decode with a draft. Under an exact rule, the output has exactly the distribution of `generate`.
 
@@ -74,11 +78,10 @@ def speculative_generate(
             each new value causes one compilation.
         num_draft_tokens: K, the number of draft tokens per round; 4 by default. K also determines array shapes. Omit it
             for a tree drafter. An object such as ``jspec.UpTo(8)`` lets each row choose its own number in every round
-            (`jspec.drafters.draft_length`). "auto" uses the K that `tune` measures at the first call, which takes a
-            while. The process reuses this K for models with the same shapes, whatever their weights, at the same batch
-            size, sampling and bucketed length (`jspec.tuning.tune_chain`). Because this K depends on timing, the output
-            for one key may differ between processes. The distribution does not differ. If drafting does not pay off,
-            "auto" decodes as `generate` does, and ``stats.accepted_at`` has no columns.
+            (`jspec.drafters.draft_length`). "auto" uses the K that `tune` measures at the first call, and reuses it for
+            similar calls (`jspec.tuning.tune_chain`). Because this K depends on timing, the output for one key may
+            differ between processes; its distribution does not. If drafting does not pay off, "auto" decodes as
+            `generate` does, and ``stats.accepted_at`` has no columns.
         sampling: temperature, filters and penalties. Each is one number for all requests, or a list or array with one
             number per request.
         accept: the acceptance rule. The exact rules are "rejection"; "block", which accepts at least as many tokens
@@ -88,11 +91,10 @@ def speculative_generate(
         eos_ids: the tokens that end a row: an id, a sequence of ids, or ``int32[B, n]`` with -1 for "none". By default,
             rows run to their limits. The model's own EOS ids are in ``target.config.eos_token_ids``.
         pad_id: the token id that fills ``out.tokens`` after a row's end.
-        record: whether to keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``. This compiles a
-            different program, which is equally fast.
-        samples_per_prompt: G, the number of samples of each prompt. Each prompt is prefilled only once. Row ``b G + g``
-            of the output is sample g of prompt b. Per-request values in `keys`, `sampling` and `eos_ids` then have
-            B G entries.
+        record: whether to keep all draft tokens in ``out.record``, for ``out.show(tokenizer)``.
+        samples_per_prompt: G, the number of samples of each prompt, which is prefilled only once. Row ``b G + g`` of
+            the output is sample g of prompt b. `keys` and other per-request values have B G entries.
+        top_logprobs: n, the number of most likely tokens in ``out.top_ids``. Each n needs a separate program.
 
     Returns:
         The `Output`.
@@ -109,5 +111,6 @@ def speculative_generate(
     check_arguments(target, drafter, prompts, max_new_tokens, num_draft_tokens, sampling, eos_ids, pad_id)
     if isinstance(num_draft_tokens, str):
         num_draft_tokens = best_number(target, drafter, prompts.repeat_prompts(), max_new_tokens, sampling, rule)
-    spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule, record)
+    check_top(top_logprobs, target.config.vocab_size)
+    spec = ProgramSpec(max_new_tokens, as_draft_length(num_draft_tokens), rule, record, int(top_logprobs))
     return run_program(target, drafter, prompts, sampling, eos_ids, pad_id, spec)

@@ -140,11 +140,11 @@ def test_public_signatures_are_pinned():
 
     batch = ["tokens", "lengths", "keys"]
     last = ["sampling", "eos_ids", "pad_id"]
-    options = ["max_new_tokens", *last, "samples_per_prompt"]
+    options = ["max_new_tokens", *last, "samples_per_prompt", "top_logprobs"]
     expected = [(n, False) for n in ["target", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.generate) == expected
     options = ["max_new_tokens", "num_draft_tokens", "sampling", "accept", "eos_ids", "pad_id", "record"]
-    options += ["samples_per_prompt"]
+    options += ["samples_per_prompt", "top_logprobs"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.speculative_generate) == expected
     options = ["max_length", "num_draft_tokens", "accept", "samples_per_prompt"]
