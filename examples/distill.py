@@ -9,7 +9,7 @@ speed of the teacher with the student as its draft, before and after.
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +56,15 @@ def step(
 
 def train(
     teacher: jspec.Llama, student: jspec.Llama, tokenizer: Tokenizer, prompts: Sequence[str], steps: int
-) -> Iterator[tuple[jspec.Llama, float]]:
-    """Train the student, and yield the student and the loss of each step."""
-    state = OPTIMIZER.init(student)
+) -> tuple[jspec.Llama, list[float]]:
+    """Return the trained student and the loss of each step. The student that was passed is donated."""
+    state, losses = OPTIMIZER.init(student), list[float]()
     (batch,) = jspec.batches(list(prompts), tokenizer, widths=(WIDTH,))
     for number in range(steps):
         keys = jax.random.split(jax.random.key(number), len(prompts) * SAMPLES)
         student, state, value = step(student, state, teacher, batch.tokens, batch.lengths, keys)
-        yield student, float(value)
+        losses.append(float(value))
+    return student, losses
 
 
 def tokens_per_round(teacher: jspec.Llama, student: jspec.Llama, tokenizer: Tokenizer) -> float:
@@ -89,10 +90,9 @@ def main() -> None:
     steps = parser.parse_args().steps
     teacher, student, tokenizer = jspec.demo_pair(packed=False)
     print(f"before: {tokens_per_round(teacher, student, tokenizer):.2f} tokens per round of the teacher")
-    for number, (trained, value) in enumerate(train(teacher, student, tokenizer, PROMPTS, steps)):
-        if number % 10 == 0 or number == steps - 1:
-            print(f"step {number}: KL {value:.3f}")
-    print(f"after: {tokens_per_round(teacher, trained, tokenizer):.2f} tokens per round of the teacher")
+    student, losses = train(teacher, student, tokenizer, PROMPTS, steps)
+    print("KL:", *(f"{value:.3f}" for value in losses))
+    print(f"after: {tokens_per_round(teacher, student, tokenizer):.2f} tokens per round of the teacher")
 
 
 if __name__ == "__main__":
