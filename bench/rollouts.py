@@ -1,4 +1,4 @@
-"""GRPO on SmolLM2 (examples/grpo.py): roll-outs with and without drafts that keep up with the policy."""
+"""GRPO on SmolLM2 (examples/grpo.py): roll-outs with and without drafters that learn."""
 
 import functools
 import time
@@ -17,12 +17,12 @@ from jspec.drafters.combine.fallback import FallbackDrafter
 from jspec.text import load_tokenizer
 
 _QUESTIONS = [grpo.Question(first) for first in (3, 14, 27, 58)]
-_HEAD_TOKENS, _LOOKUP_TOKENS = 2, 4
+_HEAD_TOKENS, _RETRIEVED_TOKENS = 2, 4
 _RATE = 1e-3  # learning rate of the online head
 
 
-class _Way:
-    """One way to roll out: a drafter, the number of draft tokens, and what it learns from outputs."""
+class _Method:
+    """One method to roll out: a drafter, the number of draft tokens, and what it learns from outputs."""
 
     def __init__(self, drafter: Callable[[], Any], k: Callable[[], int]):
         self.drafter, self.k = drafter, k
@@ -30,19 +30,19 @@ class _Way:
 
 
 def run(steps: int, folder: Path = RESULTS) -> None:
-    """Train once. In every step, roll out in every way with the same keys, and publish the times and the acceptance."""
+    """Train once, roll out with every method and the same keys in every step, and publish times and acceptance."""
     policy, tokenizer = jspec.load("smollm2", packed=False), load_tokenizer("smollm2")
     ends = [*policy.config.eos_token_ids, tokenizer.encode("\n")[0]]
     _, bundled, _ = jspec.pretrained("smollm2")
     assert isinstance(bundled, FallbackDrafter)
-    head, lookup, planned = bundled.second, jspec.online.Retrieval(policy), jspec.online.Planner((0, 2, 4))
+    head, retrieval, controller = bundled.second, jspec.online.Retrieval(policy), jspec.online.DraftLengthController()
     learner = jspec.online.Learner(policy, head, rate=_RATE, depth=_HEAD_TOKENS, batch=grpo.SAMPLES, length=64)
-    ways = {
-        "plain": _Way(lambda: None, lambda: 0),
-        "frozen head": _Way(lambda: head, lambda: _HEAD_TOKENS),
-        "online head": _Way(lambda: learner.drafter, lambda: _HEAD_TOKENS),
-        "lookup": _Way(lambda: lookup.drafter, lambda: _LOOKUP_TOKENS),
-        "lookup, planned": _Way(lambda: lookup.drafter, lambda: planned.num_draft_tokens),
+    methods = {
+        "plain": _Method(lambda: None, lambda: 0),
+        "frozen head": _Method(lambda: head, lambda: _HEAD_TOKENS),
+        "online head": _Method(lambda: learner.drafter, lambda: _HEAD_TOKENS),
+        "retrieval": _Method(lambda: retrieval.drafter, lambda: _RETRIEVED_TOKENS),
+        "retrieval, controlled": _Method(lambda: retrieval.drafter, lambda: controller.num_draft_tokens),
     }
     state, rewards, same, chosen = grpo.OPTIMIZER.init(policy), list[float](), True, list[int]()
     for step in range(-1, steps):  # step -1 compiles
@@ -51,58 +51,61 @@ def run(steps: int, folder: Path = RESULTS) -> None:
         keys, outs = jax.random.split(jax.random.key(step + 1), grpo.SAMPLES), dict[str, jspec.Output]()
         call = functools.partial(grpo.roll_out, policy, batch=batch, keys=keys, ends=ends)
         if step < 0:
-            for drafter, k in ((None, 0), (head, _HEAD_TOKENS), (lookup.drafter, 2), (lookup.drafter, 4)):
+            for drafter, k in ((None, 0), (head, _HEAD_TOKENS), (retrieval.drafter, 2), (retrieval.drafter, 4)):
                 call(drafter=drafter, k=k)
             continue
-        chosen.append(planned.num_draft_tokens)
-        for name, way in ways.items():
+        chosen.append(controller.num_draft_tokens)
+        for name, method in methods.items():
             began = time.perf_counter()
-            outs[name] = call(drafter=way.drafter(), k=way.k())
-            way.seconds.append(time.perf_counter() - began)
-            way.accepted.append(float(outs[name].stats.accepted.sum() / outs[name].lengths.sum()))
+            outs[name] = call(drafter=method.drafter(), k=method.k())
+            method.seconds.append(time.perf_counter() - began)
+            method.accepted.append(float(outs[name].stats.accepted.sum() / outs[name].lengths.sum()))
             same &= bool(np.array_equal(outs[name].tokens, outs["plain"].tokens))
-        planned.record(outs["lookup, planned"], ways["lookup, planned"].seconds[-1])
+        controller.record(outs["retrieval, controlled"], methods["retrieval, controlled"].seconds[-1])
         prompts = [tokenizer.encode(question.prompt)] * grpo.SAMPLES
-        for name, learn in (("lookup", lookup.learn), ("online head", functools.partial(learner.learn, target=policy))):
+        for name, learn in (
+            ("retrieval", retrieval.learn),
+            ("online head", functools.partial(learner.learn, target=policy)),
+        ):
             began = time.perf_counter()
             learn(prompts, outs[name])
-            ways[name].learning.append(time.perf_counter() - began)
+            methods[name].learning.append(time.perf_counter() - began)
         out = outs["plain"]
         answers = [tokenizer.decode(row[:length]) for row, length in zip(out.tokens, out.lengths, strict=True)]
         policy, state, reward = grpo.learn(policy, state, question, batch, out, answers)
         rewards.append(float(reward.mean()))
-    _publish(ways, rewards, same, chosen, folder)
+    _publish(methods, rewards, same, chosen, folder)
 
 
-def _publish(ways: dict[str, _Way], rewards: list[float], same: bool, chosen: list[int], folder: Path) -> None:
-    plain, quarter = np.array(ways["plain"].seconds), max(1, len(rewards) // 4)
+def _publish(methods: dict[str, _Method], rewards: list[float], same: bool, chosen: list[int], folder: Path) -> None:
+    plain, quarter = np.array(methods["plain"].seconds), max(1, len(rewards) // 4)
     rows = [
         {
-            "way": name,
-            "s": sum(way.seconds),
-            "x plain": sum(way.seconds) / plain.sum(),
-            "x plain, last quarter": sum(way.seconds[-quarter:]) / plain[-quarter:].sum(),
-            "accepted, first quarter": float(np.mean(way.accepted[:quarter])),
-            "accepted, last quarter": float(np.mean(way.accepted[-quarter:])),
-            "learning, s": sum(way.learning),
+            "method": name,
+            "s": sum(method.seconds),
+            "x plain": sum(method.seconds) / plain.sum(),
+            "x plain, last quarter": sum(method.seconds[-quarter:]) / plain[-quarter:].sum(),
+            "accepted, first quarter": float(np.mean(method.accepted[:quarter])),
+            "accepted, last quarter": float(np.mean(method.accepted[-quarter:])),
+            "learning, s": sum(method.learning),
         }
-        for name, way in ways.items()
+        for name, method in methods.items()
     ]
     publish(
         f"rollouts-smollm2-{jax.default_backend()}",
         f"GRPO on SmolLM2-135M: {len(rewards)} roll-outs of {grpo.SAMPLES} answers, float32",
         rows,
-        plots.rollouts({name: way.accepted for name, way in ways.items() if name != "plain"}, rewards),
+        plots.rollouts({name: method.accepted for name, method in methods.items() if name != "plain"}, rewards),
         notes=[
             f"Mean reward: {np.mean(rewards[:quarter]):.2f} in the first quarter of the steps,"
-            f" {np.mean(rewards[-quarter:]):.2f} in the last. All ways returned the same tokens: {same}.",
+            f" {np.mean(rewards[-quarter:]):.2f} in the last. All methods returned the same tokens: {same}.",
             "s: time of all roll-outs, which take turns in every step. accepted: share of the new tokens that were"
             " accepted draft tokens. learning: time in which the drafter learned, in addition to s.",
         ],
         folder=folder,
         rewards=rewards,
         same=same,
-        planned=chosen,
-        accepted={name: way.accepted for name, way in ways.items()},
-        seconds={name: way.seconds for name, way in ways.items()},
+        chosen_lengths=chosen,
+        accepted={name: method.accepted for name, method in methods.items()},
+        seconds={name: method.seconds for name, method in methods.items()},
     )

@@ -1,7 +1,7 @@
 """GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) with speculative roll-outs: SmolLM2 learns to count.
 
 Each step samples a group of answers to one question, compares their rewards with the group's mean, and takes one Adam
-step. The drafter retrieves from earlier answers, and a planner turns drafting on and off. The roll-outs use the
+step. The drafter retrieves from earlier answers, and a controller turns drafting on and off. The roll-outs use the
 "coupled" rule, so answers, rewards and weights are the same without drafts, up to rounding.
 
     python examples/grpo.py --steps 40
@@ -87,22 +87,27 @@ def learn(policy: jspec.Llama, state: optax.OptState, question: Question, batch:
     rewards = np.array([question.reward(answer) for answer in answers])
     texts, lengths = out.with_prompts(batch.tokens, batch.lengths)
     starts = jnp.repeat(batch.lengths, SAMPLES)
-    return *update(policy, state, texts, lengths, starts, advantages_of(rewards)), rewards
+    policy, state = update(policy, state, texts, lengths, starts, advantages_of(rewards))
+    return *jax.block_until_ready((policy, state)), rewards  # otherwise, the next roll-out's time would include this
 
 
 def train(policy: jspec.Llama, tokenizer: Tokenizer, questions: Sequence[Question], steps: int) -> Iterator[dict]:
     """Train `policy`, and yield the figures of each step."""
     ends = [*policy.config.eos_token_ids, tokenizer.encode("\n")[0]]
-    state, lookup, planner = OPTIMIZER.init(policy), jspec.online.Retrieval(policy), jspec.online.Planner((0, 2, 4))
+    state, retrieval, controller = (
+        OPTIMIZER.init(policy),
+        jspec.online.Retrieval(policy),
+        jspec.online.DraftLengthController(),
+    )
     for step in range(steps):
         question = questions[step % len(questions)]
         (batch,) = jspec.batches(question.prompt, tokenizer, widths=(WIDTH,))
         keys = jax.random.split(jax.random.key(step), SAMPLES)  # new keys: the drafter knows the noise of the old ones
-        k, began = planner.num_draft_tokens, time.perf_counter()
-        out = roll_out(policy, lookup.drafter, k, batch, keys, ends)
+        k, began = controller.num_draft_tokens, time.perf_counter()
+        out = roll_out(policy, retrieval.drafter, k, batch, keys, ends)
         seconds = time.perf_counter() - began
-        planner.record(out, seconds)
-        lookup.learn([tokenizer.encode(question.prompt)] * SAMPLES, out)
+        controller.record(out, seconds)
+        retrieval.learn([tokenizer.encode(question.prompt)] * SAMPLES, out)
         answers = [tokenizer.decode(row[:length]) for row, length in zip(out.tokens, out.lengths, strict=True)]
         policy, state, rewards = learn(policy, state, question, batch, out, answers)
         accepted = out.stats.accepted.sum() / out.lengths.sum()

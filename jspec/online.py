@@ -1,5 +1,5 @@
 # pyright: reportUnknownArgumentType=false
-"""Drafters that learn from finished requests, and a planner that stops drafting when it does not pay off.
+"""Drafters that learn from finished requests, and a controller that stops drafting when it costs time.
 
 `Learner` trains a drafter as in Liu et al. 2023, "Online Speculative Decoding", section 3. `Retrieval` drafts from the
 latest outputs. A drafter does not change during a
@@ -201,7 +201,7 @@ class Retrieval:
         self.drafter = RetrievalDrafter.from_tokens(self._tokens, **self._options)
 
 
-class Planner:
+class DraftLengthController:
     """Chooses the draft length for each of many similar calls, and stops drafting when it does not pay off.
 
     It measures the seconds per round of every length, and how often each draft position is accepted. Both are forgotten

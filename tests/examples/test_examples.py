@@ -20,15 +20,15 @@ class Indented:
         return answer.count(" ") / max(1, len(answer))
 
 
-class Never(jspec.online.Planner):
-    """A planner that never drafts."""
+class Never(jspec.online.DraftLengthController):
+    """A controller that never drafts."""
 
     def __init__(self, lengths):
         super().__init__((0,))
 
 
-class Always(jspec.online.Planner):
-    """A planner that drafts in every step."""
+class Always(jspec.online.DraftLengthController):
+    """A controller that drafts in every step."""
 
     def __init__(self, lengths):
         super().__init__((2,))
@@ -43,10 +43,10 @@ def test_grpo_learns_and_drafts_change_nothing(pair, monkeypatch, report):
     """The rewards of a run with drafts in every step are those of a run without drafts."""
     _, policy, tokenizer = pair
     questions, rows = [Indented("def main():\n"), Indented("class Node:\n")], {}
-    for planner in (Never, Always):
-        monkeypatch.setattr(jspec.online, "Planner", planner)
+    for controller in (Never, Always):
+        monkeypatch.setattr(jspec.online, "DraftLengthController", controller)
         copy = jax.tree.map(lambda leaf: leaf.copy(), policy)
-        rows[planner] = list(grpo.train(copy, tokenizer, questions, 24))
+        rows[controller] = list(grpo.train(copy, tokenizer, questions, 24))
     plain, drafted = rows.values()
     rewards = np.array([[row["reward"] for row in run] for run in (plain, drafted)])
     accepted = [float(row["accepted"]) for row in drafted]

@@ -1,4 +1,4 @@
-"""Drafts that keep up with a target in training: retrieval from outputs, new weights, saved states and the planner."""
+"""Drafts that keep up with a target in training: retrieval from outputs, new weights, saved states and the controller."""
 
 import dataclasses
 
@@ -125,7 +125,7 @@ def test_wrong_states_and_targets_are_rejected():
         jspec.online.Retrieval(TARGET).learn([[1]] * 3, out)
     for lengths in ((), (0, -1), (0, 1.5), (True,)):
         with pytest.raises(ValueError, match="lengths must be ints of at least 0"):
-            jspec.online.Planner(lengths)
+            jspec.online.DraftLengthController(lengths)
 
 
 def simulated(k, rate, rng, rows=8, tokens=64):
@@ -145,31 +145,36 @@ def simulated(k, rate, rng, rows=8, tokens=64):
 
 
 @pytest.mark.parametrize(("rate", "best"), [(0.9, 4), (0.5, 2), (0.05, 0)])
-def test_planner_finds_the_best_length(rate, best):
+def test_controller_finds_the_best_length(rate, best):
     """A round costs 1, or 1.6 with two draft tokens, or 2 with four. The first call of each length compiles."""
-    costs, rng, planner, seen, chosen = (
+    costs, rng, controller, seen, chosen = (
         {0: 1, 2: 1.6, 4: 2.0},
         np.random.default_rng(0),
-        jspec.online.Planner(),
+        jspec.online.DraftLengthController(),
         set(),
         [],
     )
     for _ in range(24):
-        k = planner.num_draft_tokens
+        k = controller.num_draft_tokens
         chosen.append(k)
         out = simulated(k, rate, rng)
-        planner.record(out, costs[k] * out.stats.rounds.max() + (0 if k in seen else 100))
+        controller.record(out, costs[k] * out.stats.rounds.max() + (0 if k in seen else 100))
         seen.add(k)
     assert chosen[:6] == [0, 0, 2, 2, 4, 4]
     assert np.mean(np.array(chosen[6:]) == best) > 0.5
 
 
-def test_planner_stops_drafting_when_acceptance_falls():
-    costs, rng, planner, chosen = {0: 1, 2: 1.6, 4: 2.0}, np.random.default_rng(0), jspec.online.Planner(), []
+def test_controller_stops_drafting_when_acceptance_falls():
+    costs, rng, controller, chosen = (
+        {0: 1, 2: 1.6, 4: 2.0},
+        np.random.default_rng(0),
+        jspec.online.DraftLengthController(),
+        [],
+    )
     for step in range(60):
-        k = planner.num_draft_tokens
+        k = controller.num_draft_tokens
         chosen.append(k)
         out = simulated(k, 0.9 if step < 30 else 0.02, rng)
-        planner.record(out, costs[k] * out.stats.rounds.max())
+        controller.record(out, costs[k] * out.stats.rounds.max())
     assert np.mean(np.array(chosen[20:30]) == 4) > 0.5
     assert np.mean(np.array(chosen[50:]) == 0) > 0.5
