@@ -1,14 +1,14 @@
-"""On-policy distillation (Agarwal et al. 2024, "GKD"): a small model learns from a large one on its own texts.
+"""On-policy distillation (Agarwal et al. 2024, "GKD"): a student learns from its teacher's scores of its own texts.
 
-The student samples texts, and the teacher scores every token. The loss is the reverse KL divergence, KL(student ||
-teacher), of each next token. A student that is close to its teacher is also a good draft, so the example ends with the
-speed of the teacher with the student as its draft, before and after.
+The student, a small model, samples texts. The teacher, a larger model, scores every token. The loss is the reverse KL
+divergence, KL(student || teacher), at each new token. A student that is close to its teacher is also a good draft, so
+the example ends with the number of tokens that the teacher commits per pass, before and after training.
 
-    python examples/distill.py --steps 60
+    python examples/distill.py 60
 """
 
-import argparse
 import functools
+import sys
 from collections.abc import Sequence
 
 import jax
@@ -85,9 +85,7 @@ def tokens_per_round(teacher: jspec.Llama, student: jspec.Llama, tokenizer: Toke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     teacher, student, tokenizer = jspec.demo_pair(packed=False)
     print(f"before: {tokens_per_round(teacher, student, tokenizer):.2f} tokens per round of the teacher")
     student, losses = train(teacher, student, tokenizer, PROMPTS, steps)

@@ -1,17 +1,17 @@
 """GRPO (Shao et al. 2024, "DeepSeekMath", section 4.1) with speculative roll-outs: SmolLM2 learns to count.
 
 Each step samples a group of answers to one question, compares their rewards with the group's mean, and takes one Adam
-step. The drafter retrieves from earlier answers, and a controller turns drafting on and off. The roll-outs use the
-"coupled" rule, so answers, rewards and weights are the same without drafts, up to rounding.
+step. The drafter retrieves from earlier answers, and a controller chooses the number of draft tokens. Under the
+"coupled" rule, answers, rewards and weights are the same without drafts, up to rounding.
 
-    python examples/grpo.py --steps 40
+    python examples/grpo.py 40
 """
 
-import argparse
 import dataclasses
 import functools
 import operator
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -32,7 +32,7 @@ OPTIMIZER = optax.adam(1e-5)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A task whose answer a program can check."""
+    """A question whose answer a program can check."""
 
     first: int
 
@@ -41,18 +41,14 @@ class Question:
         return f"Count from {self.first} to {self.first + 9}: {self.first}, {self.first + 1},"
 
     def reward(self, answer: str) -> float:
-        """Return the share of correct numbers, from the first one to the first mistake, in the longer of both lists."""
+        """Return the number of correct numbers before the first mistake, divided by the length of the longer list."""
         words, expected = re.findall(r"\w+", answer), [str(self.first + i) for i in range(2, 10)]
         correct = [*map(operator.eq, words, expected), False].index(False)
         return correct / max(len(words), len(expected))
 
 
 def loss(policy: jspec.Llama, texts: Array, lengths: Array, starts: Array, advantages: Array) -> Array:
-    """Return the negative mean of advantage times ratio, over all new tokens.
-
-    The roll-outs come from the policy itself, so the ratio is 1, its clipping has no effect, and only its gradient
-    matters.
-    """
+    """Return the negative mean of advantage times ratio over all new tokens. The ratio is 1, so none is clipped."""
     logprobs = jspec.logprobs(policy, texts, lengths, prompt_lengths=starts).logprobs
     index = jnp.arange(texts.shape[1])
     is_new = (index >= starts[:, None]) & (index < lengths[:, None])
@@ -65,11 +61,6 @@ def update(policy: jspec.Llama, state: optax.OptState, *batch: Array) -> tuple[j
     """Return the policy and the optimiser's state after one step."""
     updates, state = OPTIMIZER.update(jax.grad(loss)(policy, *batch), state)
     return optax.apply_updates(policy, updates), state
-
-
-def advantages_of(rewards: np.ndarray) -> np.ndarray:
-    """Return each reward's distance from the group's mean, in standard deviations."""
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
 
 def roll_out(policy: jspec.Llama, drafter, k: int, batch: Batch, keys: Array, ends: Sequence[int]) -> jspec.Output:
@@ -85,24 +76,23 @@ def roll_out(policy: jspec.Llama, drafter, k: int, batch: Batch, keys: Array, en
 def learn(policy: jspec.Llama, state: optax.OptState, question: Question, batch: Batch, out: jspec.Output, answers):
     """Return the policy and the optimiser's state after one step, and the rewards."""
     rewards = np.array([question.reward(answer) for answer in answers])
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     texts, lengths = out.with_prompts(batch.tokens, batch.lengths)
-    starts = jnp.repeat(batch.lengths, SAMPLES)
-    policy, state = update(policy, state, texts, lengths, starts, advantages_of(rewards))
+    policy, state = update(policy, state, texts, lengths, jnp.repeat(batch.lengths, SAMPLES), advantages)
     return *jax.block_until_ready((policy, state)), rewards  # otherwise, the next roll-out's time would include this
 
 
 def train(policy: jspec.Llama, tokenizer: Tokenizer, questions: Sequence[Question], steps: int) -> Iterator[dict]:
-    """Train `policy`, and yield the figures of each step."""
+    """Train `policy`, and yield the metrics of each step."""
     ends = [*policy.config.eos_token_ids, tokenizer.encode("\n")[0]]
-    state, retrieval, controller = (
-        OPTIMIZER.init(policy),
-        jspec.online.Retrieval(policy),
-        jspec.online.DraftLengthController(),
-    )
+    retrieval, controller = jspec.online.Retrieval(policy), jspec.online.DraftLengthController()
+    state = OPTIMIZER.init(policy)
     for step in range(steps):
         question = questions[step % len(questions)]
         (batch,) = jspec.batches(question.prompt, tokenizer, widths=(WIDTH,))
-        keys = jax.random.split(jax.random.key(step), SAMPLES)  # new keys: the drafter knows the noise of the old ones
+        keys = jax.random.split(
+            jax.random.key(step), SAMPLES
+        )  # never reuse keys: the drafter learned from their outputs
         k, began = controller.num_draft_tokens, time.perf_counter()
         out = roll_out(policy, retrieval.drafter, k, batch, keys, ends)
         seconds = time.perf_counter() - began
@@ -115,14 +105,13 @@ def train(policy: jspec.Llama, tokenizer: Tokenizer, questions: Sequence[Questio
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
-    steps = parser.parse_args().steps
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     policy, tokenizer = jspec.load("smollm2", packed=False), load_tokenizer("smollm2")
     for step, row in enumerate(train(policy, tokenizer, [Question(first) for first in (3, 14, 27, 58)], steps)):
         print(
-            step,
-            *(f"{name}={value if isinstance(value, str) else round(float(value), 2)!r}" for name, value in row.items()),
+            "step {}: reward {reward:.2f}, accepted {accepted:.2f}, k {k}, {seconds:.1f} s, {answer!r}".format(
+                step, **row
+            )
         )
 
 

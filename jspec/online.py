@@ -6,7 +6,7 @@ latest outputs. A drafter does not change during a
 request, so nothing that it learns from an output can affect how that output is verified. Every output has exactly the
 target's distribution, provided that no request reuses an earlier request's key. What the drafter learns from an output
 depends on the noise derived from the output's key, so no later request may use that noise. (Under the "coupled" rule,
-the output equals that of plain decoding with the same key, so a reused key only repeats an output.)
+drafting causes no bias, because the output equals that of plain decoding with the same key.)
 """
 
 import numbers
@@ -31,7 +31,7 @@ from jspec.training.kinds import Trainable, check_fits, trainee_of, unpacked
 from jspec.training.losses import LOSSES
 from jspec.training.objective import Score
 
-_RECENT_CALLS = 9  # calls whose median time is a length's cost
+_RECENT_CALLS = 9  # recent calls whose median time estimates the cost of a draft length
 
 
 class Learner:
@@ -99,15 +99,15 @@ class Learner:
     def state(self) -> PyTree:
         """The drafter's weights and the optimiser's state, as a pytree of arrays that Orbax can save.
 
-        You can set it to a restored state, which replaces `drafter` as well. It does not include sequences that wait
-        for a training step.
+        Assign a restored state to replace both, and `drafter`. Sequences that wait for a training step are not part of
+        the state.
         """
         return cast(PyTree, self._state)
 
     @state.setter
     def state(self, state: PyTree) -> None:
         if jax.tree.structure(state) != jax.tree.structure(self._state):
-            raise ValueError("The state belongs to another kind of drafter; restore the state of an equal learner.")
+            raise ValueError("The state does not fit this Learner; use one from a Learner with the same arguments.")
         self._state = jax.tree.map(jnp.copy, state)
         self._replace_drafter()
 
@@ -149,7 +149,7 @@ class Learner:
         check_target(target)
         new, old = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)] for model in (target, self._target))
         if new != old:
-            raise ValueError("The target has other shapes than before; create a new Learner for another model.")
+            raise ValueError("The target has other shapes or dtypes than before; create a new Learner.")
         self._target = target
 
 
@@ -202,11 +202,15 @@ class Retrieval:
 
 
 class DraftLengthController:
-    """Chooses the draft length for each of many similar calls, and stops drafting when it does not pay off.
+    """A controller that chooses the draft length of each call, and stops drafting when it costs time.
 
-    It measures the seconds per round of every length, and how often each draft position is accepted. Both are forgotten
-    slowly, so the choice follows a target and a drafter that change. Every now and then, it tries a neighbouring length
-    for a few calls. Because its choices depend on past calls only, the output distribution stays the same.
+    It suits many similar calls. It measures the seconds per round of every length, and how often each draft position is
+    accepted. Old measurements decay, so the choice follows a target and a drafter that change. Occasionally, it tries a
+    neighbouring length for a few calls. Its choices depend on past calls only, so the output distribution stays the
+    same.
+
+    Attributes:
+        num_draft_tokens: the draft length of the next call. 0 stands for plain decoding: call `jspec.generate`.
 
     Args:
         lengths: the draft lengths to choose from. 0 stands for plain decoding. Each length needs a program of its own.
@@ -218,7 +222,7 @@ class DraftLengthController:
     def __init__(self, lengths: Sequence[int] = (0, 2, 4)):
         wrong = [k for k in lengths if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 0]
         if wrong or not lengths:
-            raise ValueError(f"lengths must be ints of at least 0, and at least one of them; got {lengths!r}.")
+            raise ValueError(f"lengths must contain at least one int, each at least 0; got {lengths!r}.")
         self._lengths = sorted(set(lengths))
         self._policy = LengthPolicy(max(1, *self._lengths))
         self._seconds = {k: deque[float](maxlen=_RECENT_CALLS) for k in self._lengths}
@@ -226,7 +230,7 @@ class DraftLengthController:
         self.num_draft_tokens = self._lengths[0]
 
     def record(self, out: Output, seconds: float) -> None:
-        """Record a call of `num_draft_tokens`, and choose the length of the next call.
+        """Record a call with `num_draft_tokens`, and choose the length of the next call.
 
         Args:
             out: the output of `jspec.speculative_generate` with `num_draft_tokens`, or that of `jspec.generate` if this

@@ -256,7 +256,7 @@ class Output:
             was requested, but the drafter had none).
         stats: per-request statistics. See `Stats`.
         record: all draft tokens if ``record=True`` was passed, else None.
-        top_ids: ``int32[B, N, n]``, the n most likely tokens at each new token, by the target's logits, highest first;
+        top_ids: ``int32[B, N, n]``, the n most likely tokens at the position of each new token, highest first;
             0 after the end. None unless ``top_logprobs=n`` was passed.
         top_logprobs: ``float32[B, N, n]``, their log-probabilities before any transform, as in `raw_logprobs`; 0 after
             the end. None unless ``top_logprobs=n`` was passed.

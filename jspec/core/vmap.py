@@ -32,7 +32,7 @@ def fold_vmap(program: Callable[[PyTree, Rows], Results]) -> Callable[[PyTree, R
         if any(jax.tree.leaves(mapped[0])):
             results = _one_by_one(folded, mapped, (models, rows))
         else:
-            together = folded(models, jax.tree.map(lambda leaf, own: _merged(leaf, size, own), rows, mapped[1]))
+            together = folded(models, jax.tree.map(lambda leaf, flag: _merged(leaf, size, flag), rows, mapped[1]))
             results = jax.tree.map(lambda leaf: leaf.reshape(size, len(leaf) // size, *leaf.shape[1:]), together)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -58,8 +58,8 @@ def _one_by_one(program: Callable[..., Results], mapped: PyTree, arguments: PyTr
     leaves, structure = jax.tree.flatten(arguments)
     flags = jax.tree.leaves(mapped)
 
-    def call(own: list[Array]) -> Results:
-        parts = iter(own)
+    def call(mapped_leaves: list[Array]) -> Results:
+        parts = iter(mapped_leaves)
         return program(
             *structure.unflatten(next(parts) if flag else leaf for leaf, flag in zip(leaves, flags, strict=True))
         )

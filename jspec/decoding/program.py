@@ -126,8 +126,8 @@ def _decode_rows(
 ) -> tuple[Output, Array]:
     """Decode a batch of `tokens`, `params` and `pad_ids`. Every array has one row per prompt or per sample."""
     (target, drafter), (tokens, params, pad_ids) = models, rows
-    began = start(target, drafter, params, tokens, spec)
-    state, buffers = run_rounds(target, drafter, spec, params, vary_like(began, tokens))
+    initial = start(target, drafter, params, tokens, spec)
+    state, buffers = run_rounds(target, drafter, spec, params, vary_like(initial, tokens))
     return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, spec.max_new_tokens), buffers.out_of_vocab
 
 
@@ -158,23 +158,23 @@ def run_rounds(
     drafter: Drafter[PyTree] | None,
     spec: ProgramSpec,
     params: RequestParams,
-    began: tuple[DecodeState, OutputBuffers],
-    settle: Callable[[DecodeState, DecodeState, Array], DecodeState] | None = None,
+    initial: tuple[DecodeState, OutputBuffers],
+    after_round: Callable[[DecodeState, DecodeState, Array], DecodeState] | None = None,
 ) -> tuple[DecodeState, OutputBuffers]:
     """Run rounds until every row is done.
 
-    After each round, `settle` may correct the state. It receives the states before and after the round, and the number
-    of tokens that each row gained, ``int32[B]``.
+    After each round, `after_round` may correct the state. It receives the states before and after the round, and the
+    number of tokens that each row gained, ``int32[B]``.
     """
 
     def decode(carry: tuple[DecodeState, OutputBuffers]) -> tuple[DecodeState, OutputBuffers]:
         state, buffers = carry
         after, new = decode_round(target, drafter, spec.rule, spec.draft_length, params, state, spec.num_top)
         with jax.named_scope("commit"):
-            after = after if settle is None else settle(state, after, new.count)
+            after = after if after_round is None else after_round(state, after, new.count)
             return after, collect(buffers, new, state.lengths - params.prompt_lengths, state.done)
 
-    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, began)
+    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), decode, initial)
 
 
 def start(

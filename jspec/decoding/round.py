@@ -238,7 +238,7 @@ def _stop(params: RequestParams, state: DecodeState, num_accepted: Array, path: 
 
 
 def _committed(verdict: Verdict, path: Path, stop: _Stop) -> Verdict:
-    """Return `verdict` without the tokens after a row's end, as if its last committed token were the round's last.
+    """Return `verdict` without the tokens after a row's end. `next_token` becomes the row's last committed token.
 
     A roll-out may continue such a row later. The discarded tokens must not influence its drafts then, because the row
     uses the noise at their positions again.

@@ -35,7 +35,7 @@ AnyDrafter = Drafter[PyTree] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnSpec:
+class RolloutSpec:
     """The static settings of a roll-out.
 
     Attributes:
@@ -55,7 +55,7 @@ class TurnSpec:
     meta_fields=["spec"],
 )
 @dataclasses.dataclass(frozen=True)
-class TurnState:
+class RolloutState:
     """What a roll-out keeps between turns.
 
     Attributes:
@@ -74,12 +74,12 @@ class TurnState:
     cache: KVCache
     drafter: PyTree
     length_state: PyTree
-    spec: TurnSpec
+    spec: RolloutSpec
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 @on_any_mesh
-def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spec: TurnSpec) -> TurnState:
+def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spec: RolloutSpec) -> RolloutState:
     """Prefill the prompts, and return the state before the first turn."""
     lengths = jnp.asarray(prompts.lengths).astype(jnp.int32)
     tokens = jnp.where(prefix_mask(lengths, prompts.tokens.shape[1]), prompts.tokens, 0).astype(jnp.int32)
@@ -87,7 +87,7 @@ def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spe
     params = request_params(prompts.keys, lengths, traced(SamplingParams(), np.zeros(0, np.int32), 0), room)
     program = ProgramSpec(room, spec.draft_length, spec.rule)
     state, _ = vary_like(start(target, drafter, params, tokens, program), tokens)
-    return TurnState(state.tokens, lengths, prompts.keys, state.cache, state.drafter, state.draft_length, spec)
+    return RolloutState(state.tokens, lengths, prompts.keys, state.cache, state.drafter, state.draft_length, spec)
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")
@@ -95,12 +95,12 @@ def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spe
 def take_turn(
     target: Llama,
     drafter: AnyDrafter,
-    held: TurnState,
+    rollout: RolloutState,
     settings: TracedParams,
     active: Array | None,
     *,
     max_new_tokens: int,
-) -> tuple[TurnState, Output, Array]:
+) -> tuple[RolloutState, Output, Array]:
     """Run rounds until every active row is done or full.
 
     Returns:
@@ -109,29 +109,29 @@ def take_turn(
     Raises, while the program is traced:
         ValueError: the models differ from those of the roll-out.
     """
-    check_same_models(target, drafter, held)
-    spec, lengths = held.spec, held.lengths
-    params = request_params(held.keys, lengths, settings, max_new_tokens)
+    check_same_models(target, drafter, rollout)
+    spec, lengths = rollout.spec, rollout.lengths
+    params = request_params(rollout.keys, lengths, settings, max_new_tokens)
     params = dataclasses.replace(params, limits=jnp.minimum(params.limits, spec.max_length - lengths))
     done = params.limits <= 0
     counts = None
     if params.transforms.penalised:
-        counts = count_prompt(held.text, lengths, target.config.vocab_size)
+        counts = count_prompt(rollout.text, lengths, target.config.vocab_size)
     state = DecodeState(
-        tokens=held.text,
+        tokens=rollout.text,
         lengths=lengths,
         done=done if active is None else done | ~active,
-        cache=held.cache,
-        drafter=held.drafter,
+        cache=rollout.cache,
+        drafter=rollout.drafter,
         token_counts=counts,
-        draft_length=held.length_state,
+        draft_length=rollout.length_state,
     )
     buffers = empty_buffers(lengths.size, max_new_tokens, spec.draft_length.max_draft_tokens)
     program = ProgramSpec(max_new_tokens, spec.draft_length, spec.rule)
-    began = vary_like((state, buffers), held.text)
-    state, buffers = run_rounds(target, drafter, program, params, began, _keep_idle)
-    held = dataclasses.replace(
-        held,
+    initial = vary_like((state, buffers), rollout.text)
+    state, buffers = run_rounds(target, drafter, program, params, initial, _keep_idle)
+    rollout = dataclasses.replace(
+        rollout,
         text=state.tokens,
         lengths=state.lengths,
         cache=state.cache,
@@ -140,7 +140,7 @@ def take_turn(
     )
     padded = dataclasses.replace(state, tokens=jnp.pad(state.tokens, ((0, 0), (0, max_new_tokens))))
     out = cut_to_size(padded, buffers, lengths, jnp.asarray(settings.pad_id), max_new_tokens)
-    return held, without_reverse_mode(out), buffers.out_of_vocab
+    return rollout, without_reverse_mode(out), buffers.out_of_vocab
 
 
 def _keep_idle(before: DecodeState, after: DecodeState, gained: Array) -> DecodeState:
@@ -161,18 +161,20 @@ def _keep_idle(before: DecodeState, after: DecodeState, gained: Array) -> Decode
 
 @jax.jit
 @on_any_mesh
-def append_tokens(target: Llama, drafter: AnyDrafter, held: TurnState, tokens: Array, counts: Array) -> TurnState:
+def append_tokens(
+    target: Llama, drafter: AnyDrafter, rollout: RolloutState, tokens: Array, counts: Array
+) -> RolloutState:
     """Append the first ``counts[b]`` of ``tokens[B, M]`` to each row b, as far as there is room, and read them.
 
     Raises, while the program is traced:
         ValueError: the models differ from those of the roll-out.
     """
-    check_same_models(target, drafter, held)
-    lengths, width = held.lengths, tokens.shape[1]
-    counts = jnp.clip(counts.astype(jnp.int32), 0, held.spec.max_length - lengths)
-    index = jnp.arange(held.text.shape[1])[None] - lengths[:, None]
+    check_same_models(target, drafter, rollout)
+    lengths, width = rollout.lengths, tokens.shape[1]
+    counts = jnp.clip(counts.astype(jnp.int32), 0, rollout.spec.max_length - lengths)
+    index = jnp.arange(rollout.text.shape[1])[None] - lengths[:, None]
     placed = jnp.take_along_axis(tokens.astype(jnp.int32), jnp.clip(index, 0, width - 1), axis=1)
-    text = jnp.where((index >= 0) & (index < counts[:, None]), placed, held.text)
+    text = jnp.where((index >= 0) & (index < counts[:, None]), placed, rollout.text)
 
     def piece(unread: int) -> tuple[Array, Array]:
         """Return the tokens from each row's `unread` last ones on, one more than are read, and their position."""
@@ -180,24 +182,24 @@ def append_tokens(target: Llama, drafter: AnyDrafter, held: TurnState, tokens: A
         first = jnp.clip(lengths - unread, 0, text.shape[1] - size)
         return slice_rows(text, first, size), first
 
-    features, unread = features_of(drafter), _most_unread(drafter, held.spec)
+    features, unread = features_of(drafter), _most_unread(drafter, rollout.spec)
     target_features = None
     with jax.named_scope("prefill"):
         block, first = piece(unread if features else 1)
         if features:
-            _, target_features, cache = target.forward_with_features(block[:, :-1], held.cache, first, features)
+            _, target_features, cache = target.forward_with_features(block[:, :-1], rollout.cache, first, features)
         else:
-            _, cache = target.forward(block[:, :-1], held.cache, first)
-        drafter_state = held.drafter
+            _, cache = target.forward(block[:, :-1], rollout.cache, first)
+        drafter_state = rollout.drafter
         if drafter is not None:
             block, first = piece(unread)
             num_read = jnp.where(counts > 0, lengths + counts - 1 - first, 0)
             signals = PromptSignals(target_features, None, target) if features else NO_SIGNALS
             drafter_state = prefill_chunk(drafter, drafter_state, block, first, num_read, signals)
-    return dataclasses.replace(held, text=text, lengths=lengths + counts, cache=cache, drafter=drafter_state)
+    return dataclasses.replace(rollout, text=text, lengths=lengths + counts, cache=cache, drafter=drafter_state)
 
 
-def _most_unread(drafter: AnyDrafter, spec: TurnSpec) -> int:
+def _most_unread(drafter: AnyDrafter, spec: RolloutSpec) -> int:
     """Return the largest number of tokens at a row's end that a part of `drafter` may not have read.
 
     A single drafter that reads the target's states has read what the target has read. In a combined drafter, one part
@@ -208,20 +210,26 @@ def _most_unread(drafter: AnyDrafter, spec: TurnSpec) -> int:
     return spec.draft_length.max_draft_tokens + 1
 
 
-def check_same_models(target: Llama, drafter: AnyDrafter, held: TurnState) -> None:
+def check_same_models(target: Llama, drafter: AnyDrafter, rollout: RolloutState) -> None:
     """Raise ValueError unless the models have the types and sizes of those that began the roll-out."""
-    batch, k = held.lengths.size, held.spec.draft_length.max_draft_tokens
-    slots = whole_tiles(held.spec.max_length + tree_of(drafter, k).size + 1)
-    wrong = f"target, a {type(target).__name__}," if _differ(lambda: target.new_cache(batch, slots), held.cache) else ""
+    batch, k = rollout.lengths.size, rollout.spec.draft_length.max_draft_tokens
+    slots = whole_tiles(rollout.spec.max_length + tree_of(drafter, k).size + 1)
     if (drafter is None) != (k == 0):
-        wrong = "draft, which is None," if drafter is None else f"draft, a {kind_of(drafter)},"
-    elif not wrong and drafter is not None and can_read(drafter):
-        different = _differ(lambda: begin(drafter, target, batch, slots), held.drafter)
-        wrong = f"draft, a {kind_of(drafter)}," if different else ""
-    if wrong:
+        had, given = ("without", f"of type {kind_of(drafter)}") if k == 0 else ("with", "None")
+        raise ValueError(f"draft is {given}, but the roll-out was started {had} a draft; pass the same draft as there.")
+    wrong = None
+    if _differ(lambda: target.new_cache(batch, slots), rollout.cache):
+        wrong = f"target is of type {type(target).__name__}"
+    elif (
+        drafter is not None
+        and can_read(drafter)
+        and _differ(functools.partial(begin, drafter, target, batch, slots), rollout.drafter)
+    ):
+        wrong = f"draft is of type {kind_of(drafter)}"
+    if wrong is not None:
         raise ValueError(
-            f"The {wrong} does not fit the caches of this roll-out; pass models of the same types and sizes as to "
-            "Rollout.start, with any weights."
+            f"{wrong}, which does not fit the caches of this roll-out; pass a model of the same type and sizes as "
+            "to Rollout.start, with any weights."
         )
 
 

@@ -7,7 +7,7 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.transfers import values_if_known
 from jspec.core.types import PyTree
 from jspec.decoding.inputs import AnyArray, PromptBatch
-from jspec.decoding.turns import TurnState
+from jspec.decoding.turns import RolloutState
 from jspec.decoding.validate_arguments import check_arguments, check_drafter, check_ids, check_target, check_whole
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.base import Drafter, declared, kind_of
@@ -48,7 +48,7 @@ def check_start(
 
 
 def check_turn(
-    held: TurnState,
+    rollout: RolloutState,
     target: Llama,
     drafter: Drafter[PyTree] | None,
     max_new_tokens: int,
@@ -58,7 +58,7 @@ def check_turn(
     active: AnyArray | None,
 ) -> None:
     """Raise ValueError or TypeError for the first invalid argument of `Rollout.generate`."""
-    batch, vocab_size = held.lengths.size, _check_models(target, drafter)
+    batch, vocab_size = rollout.lengths.size, _check_models(target, drafter)
     check_whole("max_new_tokens", max_new_tokens)
     check_sampling(sampling, batch, vocab_size)
     check_ids(eos_ids, pad_id, batch, vocab_size)
@@ -66,26 +66,26 @@ def check_turn(
         raise ValueError(
             f"active must be booleans of shape [{batch}], one for each row; got {active.dtype} of shape {active.shape}."
         )
-    lengths, limits = values_if_known(held.lengths), values_if_known(sampling.max_tokens)
+    lengths, limits = values_if_known(rollout.lengths), values_if_known(sampling.max_tokens)
     rows = np.ones(batch, bool) if active is None else values_if_known(active)
     if lengths is None or limits is None or rows is None:
         return
     wanted = np.where(limits > 0, np.minimum(limits, max_new_tokens), max_new_tokens)
     wanted = np.broadcast_to(wanted, (batch,)).astype(np.int64) * rows
-    _check_room(held, lengths, wanted, "set max_tokens for this row, make it inactive")
+    _check_room(rollout, lengths, wanted, "set max_tokens for this row, make it inactive")
 
 
 def check_appended(
-    held: TurnState, target: Llama, drafter: Drafter[PyTree] | None, tokens: AnyArray, lengths: AnyArray
+    rollout: RolloutState, target: Llama, drafter: Drafter[PyTree] | None, tokens: AnyArray, lengths: AnyArray
 ) -> None:
     """Raise ValueError or TypeError for the first invalid argument of `Rollout.append`."""
-    batch, vocab_size = held.lengths.size, _check_models(target, drafter)
+    batch, vocab_size = rollout.lengths.size, _check_models(target, drafter)
     if tokens.ndim != 2 or len(tokens) != batch or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"tokens must be integers of shape [{batch}, M], one row for each row of the roll-out, padded on the "
             f"right; got {tokens.dtype} of shape {tokens.shape}."
         )
-    width, longest = tokens.shape[1], held.spec.max_length
+    width, longest = tokens.shape[1], rollout.spec.max_length
     if not 1 <= width <= longest:
         raise ValueError(f"tokens has {width} columns; expected 1 to {longest}, the max_length of the roll-out.")
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -93,7 +93,7 @@ def check_appended(
             f"lengths must be integers of shape [{batch}], one for each row of tokens; got {lengths.dtype} of shape "
             f"{lengths.shape}."
         )
-    counts, ids, before = values_if_known(lengths), values_if_known(tokens), values_if_known(held.lengths)
+    counts, ids, before = values_if_known(lengths), values_if_known(tokens), values_if_known(rollout.lengths)
     if counts is None:
         return
     if (bad := np.flatnonzero((counts < 0) | (counts > width))).size:
@@ -107,7 +107,7 @@ def check_appended(
                 "the text encoded with another tokenizer?"
             )
     if before is not None:
-        _check_room(held, before, counts.astype(np.int64), "append fewer tokens")
+        _check_room(rollout, before, counts.astype(np.int64), "append fewer tokens")
 
 
 def _check_models(target: Llama, drafter: Drafter[PyTree] | None) -> int:
@@ -118,9 +118,9 @@ def _check_models(target: Llama, drafter: Drafter[PyTree] | None) -> int:
     return target.config.vocab_size
 
 
-def _check_room(held: TurnState, lengths: np.ndarray, wanted: np.ndarray, remedy: str) -> None:
+def _check_room(rollout: RolloutState, lengths: np.ndarray, wanted: np.ndarray, remedy: str) -> None:
     """Raise ValueError if a row of ``lengths[b]`` tokens has no room for ``wanted[b]`` more."""
-    longest = held.spec.max_length
+    longest = rollout.spec.max_length
     if (bad := np.flatnonzero((wanted > 0) & (lengths + wanted > longest))).size:
         row = bad[0]
         raise ValueError(

@@ -1,3 +1,3 @@
-"""Evaluation: pass@k over groups of samples, and lm-eval in process."""
+"""Evaluation: pass@k over groups of samples, and in-process lm-eval."""
 
 from jspec.evaluation.pass_at_k import pass_at_k as pass_at_k

@@ -86,7 +86,7 @@ class Decoder:
             limits = np.full(len(batch.tokens), max_new_tokens)
             limited = dataclasses.replace(sampling, max_tokens=limits)
             tokens, lengths = self._decode(batch, batch.take(keys), max_new_tokens, limited, eos_ids)
-            for row, prompt in enumerate(batch.indices[: batch.num_rows].tolist()):
+            for row, prompt in enumerate(batch.indices[: batch.num_distinct].tolist()):
                 yield prompt, tokens[row, : lengths[row]].tolist()
 
     def _decode(

@@ -39,8 +39,8 @@ class _Predictions(NamedTuple):
 def log_likelihoods(target: LanguageModel, pairs: Sequence[Pair], batch_size: int) -> Iterator[tuple[int, Score]]:
     """Yield the index of each pair with the log-likelihood of its continuation, in the order of computation.
 
-    The model reads each text without its last token. Pairs that differ only in the last token are therefore computed
-    once, such as the answers A, B, C and D to one question.
+    The model reads each text without its last token. Pairs that differ only in the last token therefore share
+    one pass, such as a question with the answers A, B, C and D.
 
     Args:
         pairs: contexts of at least one token, each with a continuation of at least one token.
@@ -52,14 +52,14 @@ def log_likelihoods(target: LanguageModel, pairs: Sequence[Pair], batch_size: in
     texts = list(groups)
     for batch in batches(texts, batch_size=min(batch_size, len(texts))) if texts else ():
         predictions = jax.device_get(_predictions(target, None, (batch.tokens, batch.lengths)))
-        for row, text in enumerate(batch.indices[: batch.num_rows].tolist()):
+        for row, text in enumerate(batch.indices[: batch.num_distinct].tolist()):
             own = cast(_Predictions, jax.tree.map(lambda part, row=row: part[row], predictions))
             for i in groups[texts[text]]:
                 yield i, _score(own, len(texts[text]), pairs[i][1])
 
 
 def _score(own: _Predictions, length: int, continuation: Sequence[int]) -> Score:
-    """Return the score of a continuation whose tokens except the last end a text of `length` tokens."""
+    """Return the score of a continuation. The text of `length` tokens ends with all of its tokens but the last."""
     inner, last = slice(length - len(continuation), length - 1), continuation[-1]
     total = np.sum(own.logprobs[inner], dtype=np.float64) + own.last[last]
     return float(total), bool(own.is_best[inner].all() and own.best == last)

@@ -79,12 +79,12 @@ class JSpecLM(TemplateLM):
                 of `target`.
             draft: same as in `jspec.speculative_generate`, a source for `jspec.load`, or "lookup" for prompt lookup.
                 None decodes without a draft.
-            batch_size: the number of texts that are scored or generated at once. "auto" means 8.
+            batch_size: the number of texts that are scored or generated at once. "auto" means `max_batch_size`, or 8 if
+                that is None.
             max_length: the maximum number of tokens that the model reads. The default is the target's number of
                 positions.
             num_draft_tokens: same as in `jspec.complete`.
-            seed: the seed of sampled texts. The key of a request depends on the seed and on its place in the list of
-                requests.
+            seed: the seed of sampled texts. The key of a request depends on the seed and on the index of the request.
             dtype, quantize, packed: same as in `jspec.load`, for models given by name.
             add_bos_token: whether texts start with the tokenizer's special tokens. By default, the tokenizer decides.
             prefix_token_id: the token before texts without a context. The default is BOS, or else EOS.
@@ -113,12 +113,12 @@ class JSpecLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int | None:
-        """The EOS token."""
+        """The id of the EOS token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before texts without a context.
+        """The id of the token before texts without a context.
 
         Raises:
             ValueError: the tokenizer has neither BOS nor EOS, and no token was passed.
@@ -151,7 +151,7 @@ class JSpecLM(TemplateLM):
         try:
             return self.tokenizer.apply_chat_template(chat_history, **options)
         except TemplateError:
-            _LOG.warning("The chat template has rejected a conversation; its system messages are left out.")
+            _LOG.warning("The chat template rejected a conversation; retrying without system messages.")
             others = [message for message in chat_history if message["role"] != "system"]
             return self.tokenizer.apply_chat_template(others, **options)
 
@@ -225,7 +225,7 @@ class JSpecLM(TemplateLM):
         stop, limit = handle_stop_sequences(options.pop("until"), eos), options.pop("max_gen_toks")
         if limit >= self.max_length:
             raise ValueError(
-                f"max_gen_toks is {limit}, but the model has {self.max_length} positions; leave room for a context."
+                f"max_gen_toks is {limit}, but max_length is {self.max_length}; pass a smaller max_gen_toks."
             )
         prompts = [self._prompt(requests[i].args[0], self.max_length - limit) for i in members]
         keys = request_keys(self._seed, len(requests))[np.array(members)]
@@ -251,8 +251,7 @@ def _fitted(context: list[int], continuation: list[int], max_length: int) -> Pai
     """
     if not 1 <= len(continuation) <= max_length:
         raise ValueError(
-            f"A continuation has {len(continuation)} tokens; expected from 1 to {max_length}, the number of positions "
-            "of the model."
+            f"A continuation has {len(continuation)} tokens; expected from 1 to {max_length} (max_length); shorten it."
         )
     room = max_length + 1 - len(continuation)
     if len(context) > room:

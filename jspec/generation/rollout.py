@@ -11,7 +11,7 @@ from jspec.acceptance import RULES, Rule
 from jspec.core.sampling import SamplingParams
 from jspec.core.types import Output, pytree
 from jspec.decoding.program import checked, guards, traced
-from jspec.decoding.turns import TurnSpec, TurnState, append_tokens, begin_turns, take_turn
+from jspec.decoding.turns import RolloutSpec, RolloutState, append_tokens, begin_turns, take_turn
 from jspec.decoding.validate_arguments import as_array, as_arrays, as_settings, check_drafted, check_rule
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.decoding.validate_turns import check_appended, check_start, check_turn
@@ -25,7 +25,7 @@ from jspec.models.llama import Llama
 class Rollout:
     """A batch of B texts that grow turn by turn, with the KV caches of all tokens so far.
 
-    A turn either generates tokens (`generate`) or appends given tokens (`append`), such as the answer of a tool or an
+    A turn either generates tokens (`generate`) or appends given tokens (`append`), such as the observation of an
     environment. No turn reads earlier tokens again.
 
     A roll-out is an immutable pytree. Its shapes never change, so it can be the carry of `jax.lax.scan`. Every leaf has
@@ -36,7 +36,7 @@ class Rollout:
         state: the texts and the caches.
     """
 
-    state: TurnState
+    state: RolloutState
 
     @classmethod
     def start(
@@ -73,9 +73,9 @@ class Rollout:
         prompts, *_ = as_arrays(tokens, lengths, keys, SamplingParams(), (), samples_per_prompt)
         number = None if drafter is None else number_of_drafts(target, drafter, num_draft_tokens, rule)
         check_start(target, drafter, prompts, max_length, number)
-        spec = TurnSpec(max_length, Fixed(0), RULES["rejection"])
+        spec = RolloutSpec(max_length, Fixed(0), RULES["rejection"])
         if drafter is not None:
-            spec = TurnSpec(max_length, as_draft_length(number), rule)
+            spec = RolloutSpec(max_length, as_draft_length(number), rule)
         with guards(spec.rule, prompts.tokens, prompts.lengths):
             return cls(begin_turns(target, checked(drafter), prompts, spec=spec))
 
@@ -93,11 +93,11 @@ class Rollout:
         """Generate the next tokens of each row.
 
         The output has the distribution of `jspec.generate` with the whole text so far as the prompt. Penalties and
-        `min_tokens` therefore treat all earlier turns as the prompt. In float32, the tokens of greedy decoding and of
-        the rule "coupled" equal those of that call with the same keys, except for rounding.
+        `min_tokens` therefore treat all earlier turns as the prompt. In float32, greedy decoding and the rule
+        "coupled" return the same tokens as that call with the same keys, up to rounding.
 
         A row gains at most as many tokens as it has room for. Outside `jax.jit`, a row without room for
-        `max_new_tokens` is an error if its length is known. Inside `jax.jit`, the row stops when it is full.
+        `max_new_tokens` raises ValueError if its length is known. Inside `jax.jit`, the row stops when it is full.
 
         Args:
             target, draft: the models that were passed to `start`, perhaps with new weights.
@@ -128,9 +128,9 @@ class Rollout:
     def append(self, target: Llama, draft: DraftSource | None, tokens: ArrayLike, lengths: ArrayLike) -> Self:
         """Append tokens to each row, and read them with both models.
 
-        The target reads M tokens per row. Outside `jax.jit`, tokens without room are an error if the rows' lengths are
-        known. Inside `jax.jit`, they are dropped, and the row is full: its length is `max_length`, and it gains nothing
-        more.
+        Both models process all M columns, whatever `lengths` holds. Outside `jax.jit`, tokens without room raise
+        ValueError if the rows' lengths are known. Inside `jax.jit`, they are dropped, and the row is full: its length
+        is `max_length`, and it gains nothing more.
 
         Args:
             target, draft: the models that were passed to `start`, perhaps with new weights.

@@ -30,8 +30,8 @@ class IndexedBatch(Batch):
     num_prompts: int
 
     @property
-    def num_rows(self) -> int:
-        """The number of rows before those that repeat a prompt."""
+    def num_distinct(self) -> int:
+        """The number of distinct prompts. The rows after them repeat a prompt."""
         return len(np.unique(self.indices))
 
     def take(self, values: Array | np.ndarray) -> Any:
@@ -118,7 +118,7 @@ def batches(
     widths: Sequence[int] | None = None,
     template: Mapping[str, object] | None = None,
 ) -> Batches:
-    """Pad prompts on the right to batches that have few different shapes.
+    """Pad prompts on the right into batches of few shapes.
 
     The decoding program compiles once for each shape of its prompts. If all calls of a program use batches of one size,
     it compiles at most once for each width.
@@ -136,8 +136,8 @@ def batches(
         A sequence of batches. `Batches.restore` restores the order of the prompts.
 
     Raises:
-        ValueError: a prompt is invalid, empty or longer than the largest width; the attention mask has a hole or
-            another shape; or another argument is out of range.
+        ValueError: a prompt is invalid, empty or longer than the largest width; the attention mask has a 0
+            between ones, or another shape; or another argument is out of range.
     """
     rows = _without_padding(prompts) if isinstance(prompts, Mapping) else ids_of(tokenizer, listed(prompts), template)
     lengths = np.array([len(ids) for ids in rows], np.int32)
@@ -172,8 +172,8 @@ def _without_padding(encoding: Mapping[str, Any]) -> list[list[int]]:
         changes = np.flatnonzero(np.diff(mask.astype(bool).astype(int), prepend=0, append=0))
         if len(changes) > 2:
             raise ValueError(
-                f"attention_mask[{i}] has a hole at column {changes[1]}; mark each prompt as one run of tokens, padded "
-                "on the left or on the right."
+                f"attention_mask[{i}] has a 0 between ones, at column {changes[1]}; mark each prompt as one contiguous "
+                "run, padded on the left or on the right."
             )
     texts = [np.asarray(ids)[mask.astype(bool)].tolist() for ids, mask in zip(rows, masks, strict=True)]
     return ids_of(None, cast("list[Prompt]", texts))

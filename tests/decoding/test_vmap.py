@@ -117,7 +117,7 @@ def test_mapped_weights_run_one_after_another(toy, batches):
 
 
 def test_folded_loop_is_the_loop_of_a_batch(models, batches):
-    """The mapped program has no larger caches than a batch of as many rows, and scatters no cache by call."""
+    """The mapped program has as many loops and matrix products as one batch, and returns the same tokens."""
     tokens, lengths, keys = (leaf.reshape(2 * CALLS, *leaf.shape[2:]) for leaf in batches)
 
     def together(tokens, lengths, keys):

@@ -72,11 +72,6 @@ def test_reward_is_the_share_of_correct_numbers(answer, reward):
     assert grpo.Question(3).reward(answer) == reward
 
 
-def test_advantages_are_relative_to_the_group():
-    assert grpo.advantages_of(np.array([0.0, 1.0, 0.0, 1.0])).tolist() == pytest.approx([-1, 1, -1, 1], abs=1e-3)
-    assert not grpo.advantages_of(np.ones(4)).any()
-
-
 def test_distillation_makes_a_better_draft(pair, report):
     teacher, _, tokenizer = pair
     student = jspec.demo_pair(packed=False)[1]

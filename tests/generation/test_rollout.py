@@ -385,10 +385,10 @@ TURNS = {
     "numbers": ({"active": [0, 1, 0, 1, 0]}, "active must be booleans"),
     "sampling": ({"sampling": jspec.SamplingParams(top_p=2.0)}, "top_p must be above 0"),
     "eos": ({"eos_ids": 8}, "eos_ids holds 8, outside the vocabulary"),
-    "no draft": ({"draft": None}, "The draft, which is None, does not fit the caches of this roll-out; pass models of"),
-    "draft": ({"draft": jspec.NGramDrafter()}, "The draft, a NGramDrafter, does not fit the caches"),
-    "layers": ({"draft": toys.tiny_llama(3, 2)}, "The draft, a ModelDrafter, does not fit the caches"),
-    "target": ({"target": toys.tiny_llama(3, 1)}, "The target, a Llama, does not fit the caches"),
+    "no draft": ({"draft": None}, "draft is None, but the roll-out was started with a draft; pass the same draft"),
+    "draft": ({"draft": jspec.NGramDrafter()}, "draft is of type NGramDrafter, which does not fit the caches"),
+    "layers": ({"draft": toys.tiny_llama(3, 2)}, "draft is of type ModelDrafter, which does not fit the caches"),
+    "target": ({"target": toys.tiny_llama(3, 1)}, "target is of type Llama, which does not fit the caches"),
 }
 
 
@@ -410,7 +410,7 @@ APPENDED = {
     "vocabulary": ({"tokens": np.full((5, 4), 8)}, r"tokens\[1, 0\] is 8, outside the vocabulary of 8 tokens"),
     "wide": ({"tokens": np.zeros((5, 65), int)}, "tokens has 65 columns; expected 1 to 64, the max_length"),
     "room": ({"tokens": np.zeros((5, 64), int), "lengths": [1, 1, 61, 1, 1]}, "Row 2 has 4 of at most 64 tokens.*appe"),
-    "draft": ({"draft": None}, "The draft, which is None, does not fit the caches of this roll-out"),
+    "draft": ({"draft": None}, "draft is None, but the roll-out was started with a draft"),
 }
 
 

@@ -70,7 +70,7 @@ def test_padding_of_transformers_is_removed(side, tensors):
     assert rows_of(jspec.batches({"input_ids": [[1, 2], [3]]})) == [[1, 2], [3]]
 
 
-def test_text_before_bos_like_padding_survives():
+def test_pad_ids_inside_a_prompt_are_kept():
     """A prompt that contains its pad token inside keeps it, because only the mask decides."""
     masks = [[0, 1, 1, 1], [1, 1, 1, 1]]
     assert rows_of(jspec.batches({"input_ids": [[0, 5, 0, 6], [0, 0, 7, 8]], "attention_mask": masks})) == [
@@ -135,7 +135,7 @@ def bad(match, *arguments, **options):
         bad("There are no prompts", []),
         bad("Prompt 2 is empty", [[1], []]),
         bad(
-            r"attention_mask\[1\] has a hole at column 1",
+            r"attention_mask\[1\] has a 0 between ones, at column 1",
             {"input_ids": [[1, 2, 3]] * 2, "attention_mask": [[1, 1, 1], [1, 0, 1]]},
         ),
         bad("different shapes", {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 1]]}),
