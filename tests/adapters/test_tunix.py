@@ -110,7 +110,7 @@ def test_greedy_roll_outs_and_updates(kind, draft):
         assert ours.last_output.stats.accepted.sum() > 0
     randomise(source, 1)
     for worker in (ours, theirs):
-        worker.update_params(nnx.state(source, nnx.Param), (nnx.Param,))
+        worker.update_params(nnx.state(source, nnx.Param))
     after = ours.generate(PROMPTS, GREEDY)
     check_same(after, theirs.generate(PROMPTS, GREEDY))
     assert after.text != before[0].text
@@ -155,27 +155,25 @@ def test_padding_tokens_in_prompts():
 
 
 def test_sampling():
-    """Calls with one seed differ, and repeat in a new worker; scores are those of vanilla; filters are applied."""
-    module = module_of("llama3")
+    """Calls with one seed differ, and repeat in a new worker; scores are those of tunix; filters are applied.
+
+    As with the tokenizers of Llama 3, the padding token is EOS.
+    """
+    module, text = module_of("llama3"), text_pair.tokenizer()
     config = RolloutConfig(temperature=0.7, seed=jax.random.PRNGKey(3), **CONFIG)
     group = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
-    workers = [JSpecRollout(module, tokenizer(), draft=jspec.NGramDrafter()) for _ in range(2)]
+    workers = [JSpecRollout(module, text, draft=jspec.NGramDrafter()) for _ in range(2)]
     first, second = ([worker.generate(group, config) for _ in range(2)] for worker in workers)
     assert [found.text for found in first] == [found.text for found in second]
     assert first[0].text != first[1].text and len(set(first[0].text[:4])) > 1
     top = RolloutConfig(temperature=0.7, top_k=1, **CONFIG)
     assert workers[0].generate(PROMPTS, top).text == workers[0].generate(PROMPTS, GREEDY).text
     found = first[0]
-    completions = np.array([np.pad(row, (0, 12 - len(row)), constant_values=1) for row in found.tokens])
+    completions = np.array([np.pad(row, (0, 12 - len(row))) for row in found.tokens])
     prompts = found.left_padded_prompt_tokens
-    expected = vanilla_scores(module, prompts, completions, 0.7)
+    expected = common.compute_per_token_logps(*nnx.split(module), prompts, completions, 0, 0, temperature=0.7)
     for row, scores, theirs in zip(found.tokens, found.logprobs, expected, strict=True):
         np.testing.assert_allclose(scores, theirs[: len(row)], atol=1e-4)
-
-
-def vanilla_scores(module, prompts, completions, temperature):
-    state = nnx.split(module)
-    return common.compute_per_token_logps(*state, prompts, completions, 1, 0, temperature=temperature)
 
 
 def test_own_weights_replace_each_other():
@@ -227,7 +225,7 @@ def test_grpo_step():
         reward_fns=lambda prompts, completions, **_: [float(len(set(text))) for text in completions],
     )
     before = np.array(target.embed_tokens.weight[...])
-    learner.train([{"prompts": ["the thing", "in a"]}] * 2)
+    learner.train([{"prompts": np.array(["the thing", "in a"])}] * 2)
     assert cluster.rollout.last_output.tokens.shape == (8, 12)
     trained = cluster.actor_trainer.model
     assert np.abs(np.array(target.embed_tokens.weight[...]) - before).max() > 1e-6
