@@ -185,6 +185,17 @@ def test_own_weights_replace_each_other():
     assert worker.target is old
 
 
+def test_quantised_target():
+    """An update quantises again, also while tunix forbids transfers."""
+    module, source = module_of("llama3"), module_of("llama3", 1)
+    worker = JSpecRollout(module, tokenizer(), target=jspec.quantize(llama_from_tunix(module)))
+    params = nnx.state(source, nnx.Param)
+    with jax.transfer_guard_device_to_host("disallow_explicit"), jax.transfer_guard_host_to_device("disallow_explicit"):
+        worker.update_params(params, (nnx.Param,))
+    tokens = jnp.arange(8)[None]
+    np.testing.assert_array_equal(worker.target(tokens), jspec.quantize(llama_from_tunix(source))(tokens))
+
+
 def test_errors():
     module = module_of("llama3")
     params = nnx.state(module, nnx.Param)
