@@ -73,8 +73,8 @@ class JSpecRollout(BaseRollout):
         """Copy the weights of the trained model.
 
         Args:
-            rollout_actor: the model that tunix trains: a tunix ``Llama3``, ``Qwen2`` or ``Qwen3``. If `target` is given, it
-                may also be a `jspec.Llama`.
+            rollout_actor: the model that tunix trains: a tunix ``Llama3``, ``Qwen2`` or ``Qwen3``. If `target` is
+                given, it may also be a `jspec.Llama`.
             tokenizer: the tokenizer, or tunix's adapter for it.
             mesh, rollout_config: ignored. The target stays on its own devices, and each call has its own config.
             target: the model that generates. It must compute the same function as `rollout_actor`, but it may be
