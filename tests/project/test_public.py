@@ -18,7 +18,8 @@ ROOT = Path(jspec.__file__).parent
 # Each package imports only from those before it. Any file may use any part of `convert`.
 ROOMS = [
     *("core", "text", "theory", "models", "acceptance", "rules", "planning", "drafters", "lengths"),
-    *("bundled", "decoding", "tuning", "engine", "generation", "evaluation", "training", "online", "serve", "cli"),
+    *("bundled", "decoding", "tuning", "engine", "generation", "evaluation", "training", "online", "adapters"),
+    *("serve", "cli"),
 ]
 # Functions of more than eight parameters that are neither public nor commands; add none.
 WIDE = {"_kernel"}
