@@ -2,7 +2,8 @@
 
 Each step samples a group of answers to one question, compares their rewards with the group's mean, and takes one Adam
 step. The drafter retrieves from earlier answers, and a controller chooses the number of draft tokens. Under the
-"coupled" rule, answers, rewards and weights are the same without drafts, up to rounding.
+"coupled" rule, all weights are the same without drafts, up to rounding. Unlike the paper's, the loss averages over all
+tokens of the group, and has no KL term.
 
     python examples/grpo.py 40
 """

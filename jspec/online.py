@@ -12,7 +12,6 @@ drafting causes no bias, because the output equals that of plain decoding with t
 import numbers
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -101,12 +100,15 @@ class Learner:
 
         Assign a restored state to replace both, and `drafter`. Sequences that wait for a training step are not part of
         the state.
+
+        Raises, when it is assigned:
+            ValueError: the state does not have the structure, shapes and dtypes of this learner's.
         """
-        return cast(PyTree, self._state)
+        return jax.tree.map(jnp.copy, self._state)  # every step donates its own arrays
 
     @state.setter
     def state(self, state: PyTree) -> None:
-        if jax.tree.structure(state) != jax.tree.structure(self._state):
+        if jax.tree.structure(state) != jax.tree.structure(self._state) or _shapes(state) != _shapes(self._state):
             raise ValueError("The state does not fit this Learner; use one from a Learner with the same arguments.")
         self._state = jax.tree.map(jnp.copy, state)
         self._replace_drafter()
@@ -147,8 +149,7 @@ class Learner:
 
     def _replace_target(self, target: Llama) -> None:
         check_target(target)
-        new, old = ([(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(model)] for model in (target, self._target))
-        if new != old:
+        if _shapes(target) != _shapes(self._target):
             raise ValueError("The target has other shapes or dtypes than before; create a new Learner.")
         self._target = target
 
@@ -197,8 +198,9 @@ class Retrieval:
         """
         texts = [[*prompt, *answer] for prompt, answer in _texts(prompts, out)]
         joined = np.concatenate([self._tokens, *(part for text in texts for part in (text, self._separator))])
-        self._tokens = joined[-self._tokens.size :].astype(np.int32)
-        self.drafter = RetrievalDrafter.from_tokens(self._tokens, **self._options)
+        tokens = joined[-self._tokens.size :].astype(np.int32)
+        self.drafter = RetrievalDrafter.from_tokens(tokens, **self._options)
+        self._tokens = tokens
 
 
 class DraftLengthController:
@@ -237,9 +239,16 @@ class DraftLengthController:
                 number is 0.
             seconds: the time that the call took until its result was ready. For each length, the time of the first call
                 does not count, because it includes compilation.
+
+        Raises:
+            ValueError: the output has another number of draft tokens.
         """
-        k = self.num_draft_tokens
-        stats = jax.device_get(out.stats)
+        k, stats = self.num_draft_tokens, jax.device_get(out.stats)
+        if stats.judged_at.shape[1] != k:
+            raise ValueError(
+                f"The output has {stats.judged_at.shape[1]} draft tokens per round, but num_draft_tokens is {k}; "
+                "record each call before the next one."
+            )
         reached, accepted = (
             np.pad(part.sum(0), (0, self._policy.max_draft_tokens - k)) for part in (stats.judged_at, stats.accepted_at)
         )
@@ -263,6 +272,11 @@ def _texts(prompts: Sequence[Sequence[int]], out: Output) -> list[tuple[list[int
             f"There are {len(prompts)} prompts but {len(tokens)} outputs; pass one prompt for each output."
         )
     return [(list(prompt), row[:size].tolist()) for prompt, row, size in zip(prompts, tokens, lengths, strict=True)]
+
+
+def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], object]]:
+    """Return the shape and dtype of every array in `tree`."""
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
 def _separator(target: Llama) -> int:

@@ -116,16 +116,19 @@ def decode_program(
     params = request_params(prompts.keys, jnp.repeat(lengths, prompts.samples_per_prompt), settings, limit)
     if spec.num_top:
         params = dataclasses.replace(params, top_logprobs=jnp.full_like(params.limits, spec.num_top))
-    rows = tokens, params, jnp.full((params.prompt_lengths.size, 1), settings.pad_id, jnp.int32)
-    out, out_of_vocab = fold_vmap(functools.partial(_decode_rows, spec))((target, drafter), rows)
+    rows = params, jnp.full((params.prompt_lengths.size, 1), settings.pad_id, jnp.int32)
+    out, out_of_vocab = fold_vmap(functools.partial(_decode_rows, spec))((target, drafter), tokens, rows)
     return without_reverse_mode(out), out_of_vocab
 
 
 def _decode_rows(
-    spec: ProgramSpec, models: tuple[Llama, Drafter[PyTree] | None], rows: tuple[Array, RequestParams, Array]
+    spec: ProgramSpec,
+    models: tuple[Llama, Drafter[PyTree] | None],
+    tokens: Array,
+    rows: tuple[RequestParams, Array],
 ) -> tuple[Output, Array]:
-    """Decode a batch of `tokens`, `params` and `pad_ids`. Every array has one row per prompt or per sample."""
-    (target, drafter), (tokens, params, pad_ids) = models, rows
+    """Decode the prompts ``tokens[B, P]``. `rows` holds the parameters and pad ids of B G rows."""
+    (target, drafter), (params, pad_ids) = models, rows
     initial = start(target, drafter, params, tokens, spec)
     state, buffers = run_rounds(target, drafter, spec, params, vary_like(initial, tokens))
     return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, spec.max_new_tokens), buffers.out_of_vocab
@@ -133,8 +136,10 @@ def _decode_rows(
 
 def without_reverse_mode(out: Output) -> Output:
     """Return `out` with log-probabilities that raise a clear error in reverse-mode differentiation."""
-    logprobs, raw_logprobs = map(forward_mode_only, (out.logprobs, out.raw_logprobs))
-    return dataclasses.replace(out, logprobs=logprobs, raw_logprobs=raw_logprobs)
+    fields = {name: getattr(out, name) for name in ("logprobs", "raw_logprobs", "top_logprobs")}
+    return dataclasses.replace(
+        out, **{name: forward_mode_only(part) for name, part in fields.items() if part is not None}
+    )
 
 
 def request_params(keys: Array, lengths: Array, settings: TracedParams, max_new_tokens: int) -> RequestParams:
@@ -223,8 +228,8 @@ def _check_rows(drafter: Drafter[PyTree] | None, state: PyTree, batch: int, samp
     shapes = [np.shape(leaf) for leaf in cast(list[Array], jax.tree.leaves(state))]
     if samples > 1 and any(shape[:1] != (batch,) for shape in shapes):
         raise ValueError(
-            f"{kind_of(drafter)} keeps state that does not have one row per prompt, so samples_per_prompt must be 1; "
-            f"pass every prompt {samples} times instead."
+            f"{kind_of(drafter)} keeps state that does not have one row per prompt, so samples_per_prompt must be 1, "
+            f"and jax.vmap must map the prompts, too; pass every prompt {samples} times instead."
         )
 
 

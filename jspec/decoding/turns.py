@@ -87,7 +87,17 @@ def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spe
     params = request_params(prompts.keys, lengths, traced(SamplingParams(), np.zeros(0, np.int32), 0), room)
     program = ProgramSpec(room, spec.draft_length, spec.rule)
     state, _ = vary_like(start(target, drafter, params, tokens, program), tokens)
+    _check_rows(drafter, state.drafter, lengths.size)
     return RolloutState(state.tokens, lengths, prompts.keys, state.cache, state.drafter, state.draft_length, spec)
+
+
+def _check_rows(drafter: AnyDrafter, state: PyTree, batch: int) -> None:
+    """Raise ValueError if a drafter's state cannot be kept for single rows."""
+    if any(np.shape(leaf)[:1] != (batch,) for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"{kind_of(drafter)} keeps state that does not have one row per text, as a roll-out needs; pass the whole "
+            "text to jspec.speculative_generate in every turn."
+        )
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")
@@ -171,7 +181,7 @@ def append_tokens(
     """
     check_same_models(target, drafter, rollout)
     lengths, width = rollout.lengths, tokens.shape[1]
-    counts = jnp.clip(counts.astype(jnp.int32), 0, rollout.spec.max_length - lengths)
+    counts = jnp.clip(counts.astype(jnp.int32), 0, jnp.minimum(width, rollout.spec.max_length - lengths))
     index = jnp.arange(rollout.text.shape[1])[None] - lengths[:, None]
     placed = jnp.take_along_axis(tokens.astype(jnp.int32), jnp.clip(index, 0, width - 1), axis=1)
     text = jnp.where((index >= 0) & (index < counts[:, None]), placed, rollout.text)

@@ -1,10 +1,13 @@
-"""Validation of the arguments of a roll-out. Values are checked if they are known, as in `validate_arguments`."""
+"""Validation of the arguments of a roll-out. Values are checked if they are known, as in `validate_arguments`.
+
+Outside `jax.jit`, the checks wait for the lengths of the rows, so that a full row is never cut silently.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.core.sampling import SamplingParams
-from jspec.core.transfers import values_if_known
+from jspec.core.transfers import values, values_if_known
 from jspec.core.types import PyTree
 from jspec.decoding.inputs import AnyArray, PromptBatch
 from jspec.decoding.turns import RolloutState
@@ -66,7 +69,7 @@ def check_turn(
         raise ValueError(
             f"active must be booleans of shape [{batch}], one for each row; got {active.dtype} of shape {active.shape}."
         )
-    lengths, limits = values_if_known(rollout.lengths), values_if_known(sampling.max_tokens)
+    lengths, limits = values(rollout.lengths), values_if_known(sampling.max_tokens)
     rows = np.ones(batch, bool) if active is None else values_if_known(active)
     if lengths is None or limits is None or rows is None:
         return
@@ -93,7 +96,7 @@ def check_appended(
             f"lengths must be integers of shape [{batch}], one for each row of tokens; got {lengths.dtype} of shape "
             f"{lengths.shape}."
         )
-    counts, ids, before = values_if_known(lengths), values_if_known(tokens), values_if_known(rollout.lengths)
+    counts, ids, before = values_if_known(lengths), values_if_known(tokens), values(rollout.lengths)
     if counts is None:
         return
     if (bad := np.flatnonzero((counts < 0) | (counts > width))).size:

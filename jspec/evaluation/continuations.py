@@ -16,7 +16,6 @@ from jspec.drafters.standalone.model import positions
 from jspec.generation.complete import draft_length_of
 from jspec.generation.generate import generate, speculative_generate
 from jspec.models.llama import Llama
-from jspec.text.chat_template import room
 from jspec.text.prompt_batches import IndexedBatch, batches
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -92,10 +91,9 @@ class Decoder:
     def _decode(
         self, batch: IndexedBatch, keys: Array, max_new_tokens: int, sampling: SamplingParams, eos_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the new tokens of each row, and their numbers."""
-        size = room(max_new_tokens, batch, positions(self.target, self.draft))
-        request = batch.tokens, batch.lengths, keys
-        if self.draft is None:
+        """Return the new tokens of each row, and their numbers. A draft with too few positions is not used."""
+        size, request = max_new_tokens, (batch.tokens, batch.lengths, keys)
+        if self.draft is None or batch.lengths.max() + size > positions(self.target, self.draft):
             out = generate(self.target, *request, max_new_tokens=size, sampling=sampling, eos_ids=eos_ids)
         else:
             out = speculative_generate(

@@ -235,7 +235,10 @@ class JSpecLM(TemplateLM):
             yield members[place], postprocess_generated_text(text, stop, self._think_end_token)
 
     def _prompt(self, context: str, max_length: int) -> list[int]:
-        return self.tok_encode(context, left_truncate_len=max_length) or [self.prefix_token_id]
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        if len(ids) > max_length:
+            _LOG.warning("A context exceeds %d tokens; its first %d are left out.", max_length, len(ids) - max_length)
+        return ids[-max_length:]
 
 
 register_model("jspec")(JSpecLM)

@@ -115,7 +115,7 @@ def batches(
     tokenizer: Tokenizer | None = None,
     *,
     batch_size: int | None = None,
-    widths: Sequence[int] | None = None,
+    widths: int | Sequence[int] | None = None,
     template: Mapping[str, object] | None = None,
 ) -> Batches:
     """Pad prompts on the right into batches of few shapes.
@@ -129,7 +129,7 @@ def batches(
         tokenizer: the target's tokenizer. It may be None if all prompts are token ids.
         batch_size: the number of rows of each batch. The longest prompts come first, so that prompts of similar lengths
             share a batch. By default, one batch contains all prompts in their original order.
-        widths: the widths that batches may have. By default, these are the powers of two from 32.
+        widths: the width or widths that batches may have. By default, these are the powers of two from 32.
         template: chat-template variables for every conversation, as in `jspec.complete`.
 
     Returns:
@@ -164,8 +164,9 @@ def _without_padding(encoding: Mapping[str, Any]) -> list[list[int]]:
             f"prompts is a mapping with the keys {sorted(encoding)}, but without 'input_ids'; pass a tokenizer's "
             "output, or a list of prompts."
         )
-    rows: list[list[int]] = [np.asarray(ids).tolist() for ids in encoding["input_ids"]]
-    masks = [np.asarray(mask) for mask in encoding.get("attention_mask", [np.ones(len(ids), int) for ids in rows])]
+    rows = cast("list[list[int]]", listed(encoding["input_ids"]))
+    given = encoding.get("attention_mask")
+    masks = [np.ones(len(ids), int) for ids in rows] if given is None else [np.asarray(mask) for mask in listed(given)]
     if [len(mask) for mask in masks] != [len(ids) for ids in rows]:
         raise ValueError("attention_mask and input_ids have different shapes; pass both from one tokenizer call.")
     for i, mask in enumerate(masks):
@@ -189,15 +190,16 @@ def _rows(indices: np.ndarray, samples: int) -> np.ndarray:
     return (indices[:, None] * samples + np.arange(samples)).ravel()
 
 
-def _checked_widths(widths: Sequence[int] | None, lengths: np.ndarray) -> list[int] | None:
+def _checked_widths(widths: int | Sequence[int] | None, lengths: np.ndarray) -> list[int] | None:
     if widths is None:
         return None
-    for width in widths:
+    allowed = list(widths) if isinstance(widths, Iterable) else [widths]
+    for width in allowed:
         check_count("Each width", width)
-    longest = int(lengths.max())
-    if longest > max(widths, default=0):
+    longest, largest = int(lengths.max()), max(allowed, default=0)
+    if longest > largest:
         raise ValueError(
-            f"Prompt {int(lengths.argmax()) + 1} has {longest} tokens, but the largest width is "
-            f"{max(widths, default=0)}; add a larger width, or shorten the prompt."
+            f"Prompt {int(lengths.argmax()) + 1} has {longest} tokens, but the largest width is {largest}; add a "
+            "larger width, or shorten the prompt."
         )
-    return list(widths)
+    return allowed

@@ -82,3 +82,8 @@ def test_every_program_on_every_mesh_equals_single_device(report):
     assert not _wrong(found)
     assert half in (True, False), half
     assert tuned in range(3), tuned
+
+
+def test_mapped_calls_keep_the_rows_of_a_batch_on_their_devices():
+    """`jax.vmap` over a parameter adds rows next to each row, so no device needs another device's rows."""
+    assert on_devices.output(2, "mapped_rows") == ["Auto True 0 0 0", "Explicit True 0 0 0"]

@@ -140,3 +140,19 @@ def test_gradient_through_mapped_calls_names_the_remedy(models, batches):
 
     with pytest.raises(ValueError, match=r"differentiate jspec.logprobs"):
         jax.grad(loss)(models[0])
+
+
+def test_shared_prompts_are_prefilled_once(models, prompts, report):
+    """Three temperatures of one long prompt cost less than one and a half single calls."""
+    batch = prompts([60, 64])
+
+    def call(temperature):
+        sampling = jspec.SamplingParams(temperature=temperature)
+        return jspec.generate(models[0], *batch, max_new_tokens=1, sampling=sampling).tokens
+
+    def flops(function, temperatures):
+        return jax.jit(function).lower(temperatures).compile().cost_analysis()["flops"]
+
+    ratio = flops(jax.vmap(call), jnp.array([0.5, 0.8, 1.0])) / flops(call, jnp.float32(0.5))
+    report(flops_over_single_call=ratio)
+    assert ratio < 1.5

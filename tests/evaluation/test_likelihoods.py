@@ -11,6 +11,7 @@ import pytest
 import jspec
 from convert.generation_config import SamplingDefaults
 from jspec import text
+from jspec.decoding.program import decode_program
 from jspec.evaluation.continuations import Decoder, sampling_of, stop_ids
 from jspec.evaluation.likelihoods import log_likelihoods
 from jspec.text.prompt_batches import batches
@@ -96,6 +97,26 @@ def test_continuations_equal_plain_decoding_of_each_prompt(toy, drafted, tempera
             target, [prompt], [len(prompt)], keys[i : i + 1], max_new_tokens=9, sampling=sampling, eos_ids=[3, 8]
         )
         assert found[i] == out.tokens[0, : out.lengths[0]].tolist()
+
+
+def test_draft_is_not_used_beyond_its_positions(toy):
+    """Short prompts are drafted, and long ones are decoded without the draft."""
+    target, draft = toy(0), toy(0, 0.3, max_position_embeddings=16)
+    prompts = [RNG.integers(0, 61, size).tolist() for size in (20, 4)]
+    keys, greedy = text.request_keys(5, 2), jspec.SamplingParams(temperature=0.0)
+    found = [
+        dict(Decoder(target, each, None, 1).continuations(prompts, keys, 9, greedy, set())) for each in (draft, None)
+    ]
+    assert found[0] == found[1]
+
+
+def test_batches_of_one_task_share_their_programs(toy):
+    """The number of new tokens fixes a shape, whatever the lengths of the prompts and the room after them."""
+    target, before = toy(0, max_position_embeddings=128), decode_program._cache_size()
+    prompts = [RNG.integers(0, 61, size).tolist() for size in (70, 74, 78, 82)]
+    keys, greedy = text.request_keys(5, 4), jspec.SamplingParams(temperature=0.0)
+    assert len(dict(Decoder(target, None, None, 1).continuations(prompts, keys, 40, greedy, set()))) == 4
+    assert decode_program._cache_size() == before + 1
 
 
 def test_stop_ids_are_tokens_that_equal_a_string():

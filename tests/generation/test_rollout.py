@@ -1,5 +1,6 @@
 """Roll-outs of several turns, compared with a fresh call on the whole text so far."""
 
+import dataclasses
 import functools
 
 import jax
@@ -155,10 +156,10 @@ def caches(rollout):
     return keys + [np.where(unused[:, None, :, None], 0, values) for cache in found for values in cache.values]
 
 
-@functools.partial(jax.jit, static_argnames="k")
-def two_turns(target, drafter, tokens, lengths, keys, k):
+@functools.partial(jax.jit, static_argnames=("accept", "num_draft_tokens"))
+def two_turns(target, drafter, tokens, lengths, keys, **options):
     """Return three tokens per row, where some rows stop after the first while others go on to the third."""
-    rollout = jspec.Rollout.start(target, drafter, tokens, lengths, keys, max_length=16, num_draft_tokens=k)
+    rollout = jspec.Rollout.start(target, drafter, tokens, lengths, keys, max_length=16, **options)
     first = 1 + jnp.arange(len(tokens)) % 3
     rollout, _ = rollout.generate(target, drafter, max_new_tokens=3, sampling=jspec.SamplingParams(max_tokens=first))
     rest = jspec.SamplingParams(max_tokens=jnp.maximum(3 - first, 1))
@@ -167,14 +168,24 @@ def two_turns(target, drafter, tokens, lengths, keys, k):
     return new @ jnp.array([VOCAB**2, VOCAB, 1])
 
 
-@pytest.mark.parametrize("name", ["eagle", "medusa"])
-def test_two_turns_have_exact_distribution(name, report):
-    """Under "rejection", a row that ended in the middle of a round continues with the target's distribution."""
-    target, drafter, _ = make(name)
+@pytest.mark.parametrize(
+    ("name", "accept"),
+    [
+        ("eagle", "rejection"),
+        ("medusa", "rejection"),
+        ("recycling", "rejection"),
+        ("model", "block"),
+        (drafters.TREE_NAMES[0], "rejection"),
+        (drafters.TREE_NAMES[0], "traversal"),
+    ],
+)
+def test_two_turns_have_exact_distribution(name, accept, report):
+    """A row that ended in the middle of a round continues with the target's distribution."""
+    target, drafter, k = make(name)
     draws, prompt = 1 << 16, (2, 7)
     tokens = jnp.broadcast_to(jnp.array(prompt), (draws, 2))
     keys = jax.random.split(jax.random.key(3), draws)
-    texts = np.asarray(two_turns(target, drafter, tokens, jnp.full(draws, 2), keys, K))
+    texts = np.asarray(two_turns(target, drafter, tokens, jnp.full(draws, 2), keys, accept=accept, **k))
     law = exact_law(target, prompt, {"temperature": 1.0})
     p_values = [oracle.p_value(np.bincount(texts[i::3], minlength=VOCAB**3), law) for i in range(3)]
     report(texts=draws, p_values=[f"{p:.2g}" for p in p_values], alpha_over_all=oracle.ALPHA)
@@ -422,3 +433,42 @@ def test_mistakes_in_append(mistake):
     arguments = {"target": target, "draft": draft, "tokens": np.zeros((5, 4), int), "lengths": [0, 1, 2, 3, 4]}
     with pytest.raises(ValueError, match=message):
         rollout.append(**arguments | options)
+
+
+def test_full_rows_are_errors_even_if_the_last_turn_is_still_running():
+    target, draft = pair()
+    rollout = jspec.Rollout.start(target, draft, *prompts(), max_length=40)
+    rollout, _ = rollout.generate(target, draft, max_new_tokens=30)
+    with pytest.raises(ValueError, match="there is no room for 30 more"):
+        rollout.generate(target, draft, max_new_tokens=30)
+
+
+def test_counts_beyond_the_tokens_append_only_these_tokens():
+    """Inside `jax.jit`, values are not checked."""
+    target, draft = pair()
+    rollout = jspec.Rollout.start(target, draft, *prompts(), max_length=LENGTH, num_draft_tokens=K)
+    new = np.tile([4, 5], (BATCH, 1))
+    longer = jax.jit(lambda rollout, counts: rollout.append(target, draft, new, counts))(rollout, jnp.full(BATCH, 6))
+    expected = rollout.append(target, draft, new, np.full(BATCH, 2))
+    same((longer.tokens, longer.lengths, caches(longer)), (expected.tokens, expected.lengths, caches(expected)))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["max_ngram", "min_ngram", "tree"])
+@dataclasses.dataclass(frozen=True)
+class Counting(jspec.NGramDrafter):
+    """A drafter that counts its rounds, in a state without rows."""
+
+    def init(self, tokens, num_slots, signals=None):
+        return jnp.int32(0)
+
+    def read(self, state, tokens, start, count, signals):
+        return state
+
+    def commit(self, state, draft, verdict, signals):
+        return state + 1
+
+
+def test_drafters_without_rows_in_their_state_are_rejected():
+    target, _ = pair()
+    with pytest.raises(ValueError, match="Counting keeps state that does not have one row per text"):
+        jspec.Rollout.start(target, Counting(), *prompts(), max_length=LENGTH, num_draft_tokens=K)

@@ -67,7 +67,8 @@ def test_padding_of_transformers_is_removed(side, tensors):
     finally:
         TOKENIZER.padding_side = before
     assert rows_of(jspec.batches(encoding, batch_size=2)) == rows_of(jspec.batches(texts, TOKENIZER))
-    assert rows_of(jspec.batches({"input_ids": [[1, 2], [3]]})) == [[1, 2], [3]]
+    assert rows_of(jspec.batches({"input_ids": [[1, 2], [3]], "attention_mask": None})) == [[1, 2], [3]]
+    assert rows_of(jspec.batches(TOKENIZER("the thing"))) == rows_of(jspec.batches("the thing", TOKENIZER))
 
 
 def test_pad_ids_inside_a_prompt_are_kept():
@@ -145,6 +146,7 @@ def bad(match, *arguments, **options):
         bad("pass the target's tokenizer", ["some text"]),
         bad("Prompt 2 has 9 tokens, but the largest width is 8; add a larger width", [[1], [1] * 9], widths=(4, 8)),
         bad("largest width is 0", [[1]], widths=()),
+        bad("Prompt 2 has 9 tokens, but the largest width is 8", [[1], [1] * 9], widths=8),
         bad("Each width must be an int of at least 1", [[1]], widths=(0, 4)),
         bad("batch_size must be an int of at least 1", [[1]], batch_size=0),
     ],

@@ -114,11 +114,30 @@ def test_learner_follows_new_weights_and_restores_its_state(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, stale.drafter, whole.drafter)
 
 
+def test_a_saved_state_survives_later_steps():
+    """Each step donates its own arrays, so `state` returns copies."""
+    learner = jspec.online.Learner(TARGET, heads.medusa(TARGET, 2), depth=2, batch=2, length=32)
+    state = learner.state
+    learner.learn(PROMPTS, call(None, 0, samples=1))
+    changed = jax.tree.map(lambda old, new: bool((old != new).any()), state, learner.state)
+    assert any(jax.tree.leaves(changed))
+
+
+def test_a_failed_call_leaves_retrieval_as_it_was():
+    recent, out = jspec.online.Retrieval(TARGET, 64), call(None, 0, samples=1)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        recent.learn([[1, V], [1]], out)
+    recent.learn(PROMPTS, out)
+
+
 def test_wrong_states_and_targets_are_rejected():
     learner = jspec.online.Learner(TARGET, heads.medusa(TARGET, 2), depth=2)
-    with pytest.raises(ValueError, match="does not fit this Learner"):
-        learner.state = {"weights": jnp.zeros(2)}
+    for state in ({"weights": jnp.zeros(2)}, jax.tree.map(lambda leaf: leaf[..., None], learner.state)):
+        with pytest.raises(ValueError, match="does not fit this Learner"):
+            learner.state = state
     out = call(None, 0, samples=1)
+    with pytest.raises(ValueError, match="The output has 3 draft tokens per round, but num_draft_tokens is 0"):
+        jspec.online.DraftLengthController().record(call(jspec.NGramDrafter(), 0), 1.0)
     with pytest.raises(ValueError, match="other shapes or dtypes"):
         learner.learn(PROMPTS, out, toys.tiny_llama(0, 2))
     with pytest.raises(ValueError, match="3 prompts but 2 outputs"):
