@@ -35,6 +35,7 @@ from jspec.decoding.state import DecodeState, RequestParams
 from jspec.decoding.validate_arguments import check_drafted
 from jspec.drafters.base import Drafter, is_user_defined, kind_of, tree_of
 from jspec.drafters.capabilities import features_of
+from jspec.drafters.draft_length import DraftLength
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
 from jspec.drafters.validate_draft import CheckedDrafter
 from jspec.models.kv_cache import prefill, prefill_with_features, whole_tiles
@@ -129,9 +130,10 @@ def _decode_rows(
 ) -> tuple[Output, Array]:
     """Decode the prompts ``tokens[B, P]``. `rows` holds the parameters and pad ids of B G rows."""
     (target, drafter), (params, pad_ids) = models, rows
-    initial = start(target, drafter, params, tokens, spec)
+    size = spec.max_new_tokens
+    initial = start(target, drafter, params, tokens, size, spec.draft_length, spec.record, spec.num_top)
     state, buffers = run_rounds(target, drafter, spec, params, vary_like(initial, tokens))
-    return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, spec.max_new_tokens), buffers.out_of_vocab
+    return cut_to_size(state, buffers, params.prompt_lengths, pad_ids, size), buffers.out_of_vocab
 
 
 def without_reverse_mode(out: Output) -> Output:
@@ -187,7 +189,10 @@ def start(
     drafter: Drafter[PyTree] | None,
     params: RequestParams,
     tokens: Array,
-    spec: ProgramSpec,
+    max_new_tokens: int,
+    draft_length: DraftLength,
+    record: bool = False,
+    num_top: int = 0,
 ) -> tuple[DecodeState, OutputBuffers]:
     """Allocate all buffers, and prefill the prompts. The first round samples the first token.
 
@@ -195,7 +200,7 @@ def start(
         tokens: ``int32[B, P]``, the prompts. If `params` has B G rows, each prompt is prefilled once, for G rows.
     """
     batch, samples = params.prompt_lengths.size, params.prompt_lengths.size // len(tokens)
-    k, max_new_tokens = spec.draft_length.max_draft_tokens, spec.max_new_tokens
+    k = draft_length.max_draft_tokens
     spare, size = k + 1, tree_of(drafter, k).size
     slots = whole_tiles(tokens.shape[1] + max_new_tokens + size + 1)
     with jax.named_scope("prefill"):
@@ -218,9 +223,9 @@ def start(
         cache=cache,
         drafter=drafter_state,
         token_counts=token_counts,
-        draft_length=spec.draft_length.init(batch),
+        draft_length=draft_length.init(batch),
     )
-    return state, empty_buffers(batch, max_new_tokens, k, size if spec.record else None, spec.num_top)
+    return state, empty_buffers(batch, max_new_tokens, k, size if record else None, num_top)
 
 
 def _check_rows(drafter: Drafter[PyTree] | None, state: PyTree, batch: int, samples: int) -> None:

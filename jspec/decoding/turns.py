@@ -85,8 +85,7 @@ def begin_turns(target: Llama, drafter: AnyDrafter, prompts: PromptBatch, *, spe
     tokens = jnp.where(prefix_mask(lengths, prompts.tokens.shape[1]), prompts.tokens, 0).astype(jnp.int32)
     room, lengths = spec.max_length - tokens.shape[1], jnp.repeat(lengths, prompts.samples_per_prompt)
     params = request_params(prompts.keys, lengths, traced(SamplingParams(), np.zeros(0, np.int32), 0), room)
-    program = ProgramSpec(room, spec.draft_length, spec.rule)
-    state, _ = vary_like(start(target, drafter, params, tokens, program), tokens)
+    state, _ = vary_like(start(target, drafter, params, tokens, room, spec.draft_length), tokens)
     _check_rows(drafter, state.drafter, lengths.size)
     return RolloutState(state.tokens, lengths, prompts.keys, state.cache, state.drafter, state.draft_length, spec)
 

@@ -11,7 +11,6 @@ import pytest
 import jspec
 from jspec.acceptance import RULES
 from jspec.core.keys import draft_noise
-from jspec.decoding.inputs import ProgramSpec
 from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
 from jspec.drafters import EagleDrafter
@@ -70,8 +69,7 @@ def test_head_state_matches_target_states_of_text(prompts, kind, tree):
     tokens = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 0)
     transforms = toys.both_transforms(jspec.SamplingParams(), 4)
     params = toys.request(keys, jnp.asarray(lengths), jnp.array([20, 7, 20, 1]), *transforms)
-    spec = ProgramSpec(20, length, RULES[rule])
-    state, _ = jax.jit(lambda: start(TARGET, drafter, params, jnp.asarray(tokens), spec))()
+    state, _ = jax.jit(lambda: start(TARGET, drafter, params, jnp.asarray(tokens), 20, length))()
     decode = jax.jit(lambda state: decode_round(TARGET, drafter, RULES[rule], length, params, state)[0])
     read = jax.jit(functools.partial(read_whole, head))
 

@@ -23,14 +23,14 @@ class Indented:
 class Never(jspec.online.DraftLengthController):
     """A controller that never drafts."""
 
-    def __init__(self, lengths):
+    def __init__(self):
         super().__init__((0,))
 
 
 class Always(jspec.online.DraftLengthController):
     """A controller that drafts in every step."""
 
-    def __init__(self, lengths):
+    def __init__(self):
         super().__init__((2,))
 
 

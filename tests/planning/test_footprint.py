@@ -10,9 +10,7 @@ from flax import nnx
 import jspec
 from bench import abstract
 from bench.pairs import SHAPES, llama, nbytes, weight_bytes
-from jspec.acceptance import RULES
 from jspec.core.sampling import SamplingParams
-from jspec.decoding.inputs import ProgramSpec
 from jspec.decoding.program import start
 from jspec.drafters.draft_length import Fixed
 from jspec.drafters.standalone.model import as_drafter
@@ -75,8 +73,7 @@ def test_planned_caches_equal_allocated_caches(width, new, k):
         keys = jax.random.split(jax.random.key(0), 2)
         lengths, tokens = np.full(2, width, np.int32), np.zeros((2, width), np.int32)
         asked = toys.request(keys, lengths, new, *toys.both_transforms(SamplingParams(), 2))
-        spec = ProgramSpec(new, Fixed(k), RULES["rejection"])
-        state, _ = start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), spec)
+        state, _ = start(target, as_drafter(draft) if k else None, asked, jax.numpy.asarray(tokens), new, Fixed(k))
         return state.cache, state.drafter
 
     models = tuple(Weights(model.config, 4) for model in (target, draft)[: 1 + bool(k)])
