@@ -9,6 +9,8 @@ import pytest
 import jspec
 from examples import distill, grpo
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @dataclasses.dataclass(frozen=True)
 class Indented:
@@ -46,15 +48,15 @@ def test_grpo_learns_and_drafts_change_nothing(pair, monkeypatch, report):
     for controller in (Never, Always):
         monkeypatch.setattr(jspec.online, "DraftLengthController", controller)
         copy = jax.tree.map(lambda leaf: leaf.copy(), policy)
-        rows[controller] = list(grpo.train(copy, tokenizer, questions, 24))
+        rows[controller] = list(grpo.train(copy, tokenizer, questions, 8))
     plain, drafted = rows.values()
     rewards = np.array([[row["reward"] for row in run] for run in (plain, drafted)])
     accepted = [float(row["accepted"]) for row in drafted]
-    report(rewards=f"{rewards[0, :4].mean():.2f} to {rewards[0, -4:].mean():.2f}", accepted=f"{np.mean(accepted):.2f}")
+    report(rewards=f"{rewards[0, 0]:.2f} to {rewards[0, -1]:.2f}", accepted=f"{np.mean(accepted):.2f}")
     np.testing.assert_allclose(rewards[0], rewards[1], atol=1e-6)
     assert [row["answer"] for row in plain] == [row["answer"] for row in drafted]
     assert {row["k"] for row in plain} == {0} and {row["k"] for row in drafted} == {2}
-    assert np.mean(accepted[4:]) > 0.02
+    assert np.mean(accepted[2:]) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -77,8 +79,8 @@ def test_distillation_makes_a_better_draft(pair, report):
     student = jspec.demo_pair(packed=False)[1]
     student = jax.tree.map(lambda leaf: leaf * 0.9, student)
     before = distill.tokens_per_round(teacher, student, tokenizer)
-    trained, losses = distill.train(teacher, student, tokenizer, distill.PROMPTS, 40)
+    trained, losses = distill.train(teacher, student, tokenizer, distill.PROMPTS[:2], 10)
     after = distill.tokens_per_round(teacher, trained, tokenizer)
     report(kl=f"{losses[0]:.2f} to {losses[-1]:.2f}", tokens_per_round=f"{before:.2f} to {after:.2f}")
-    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
     assert after > before
