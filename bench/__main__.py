@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
-from bench import chat_commands, guesses
+from bench import chat_commands, guesses, program_commands
 from bench.gpu import command as gpu
 from bench.options import (
     Acceptance,
     Batch,
-    Chatty,
     Draft,
     Length,
     Lengths,
@@ -111,49 +110,6 @@ def trace(
     from bench import trace
 
     trace.run(measured(new_tokens, pair, target, draft, prompts, output), k, batch, new_tokens, temperature, keep)
-
-
-@app.command()
-def samples(
-    pair: Pair = "109m",
-    target: Target = None,
-    draft: Draft = None,
-    output: Output = None,
-    count: Annotated[int, typer.Option("--samples", min=2, help="Samples of the prompt.")] = 8,
-    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
-    new_tokens: NewTokens = 32,
-    repeats: Repeats = 5,
-) -> None:
-    """Compare samples_per_prompt, which prefills the prompt once, with a batch of identical prompts."""
-    from bench import samples
-
-    samples.run(measured(new_tokens, pair, target, draft, None, output), count, width, new_tokens, repeats)
-
-
-@app.command()
-def rollouts(output: Output = None, steps: Annotated[int, typer.Option("--steps", min=4)] = 40) -> None:
-    """Train SmolLM2 with GRPO (examples/grpo.py), and compare drafters that learn from its roll-outs."""
-    from bench import rollouts
-    from bench.report import RESULTS
-
-    rollouts.run(steps, output or RESULTS)
-
-
-@app.command()
-def vmap(
-    pair: Pair = "109m",
-    target: Target = None,
-    draft: Draft = None,
-    output: Output = None,
-    batch: Batch = 8,
-    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
-    new_tokens: NewTokens = 32,
-    repeats: Repeats = 5,
-) -> None:
-    """Compare jax.vmap over single prompts with one batch of the same prompts."""
-    from bench import vmap
-
-    vmap.run(measured(new_tokens, pair, target, draft, None, output), batch, width, new_tokens, repeats)
 
 
 @app.command()
@@ -333,22 +289,6 @@ def quantization(
 
 
 @app.command()
-def lm_eval(
-    target: Chatty = "smollm2",
-    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="The target's draft, or lookup.")] = "lookup",
-    max_length: Annotated[int, typer.Option("--max-length", min=64, help="Tokens that a model reads at once.")] = 512,
-    output: Output = None,
-) -> None:
-    """Compare scores of jspec in lm-eval, in process, with those of lm-eval's hf class. Needs torch and accelerate."""
-    for package in ("lm_eval", "torch", "accelerate"):
-        need(package, f'This command needs {package}; run pip install -e ".[eval]" torch accelerate.')
-    from bench import lm_eval
-
-    with one_sentence():
-        lm_eval.run(target, draft, max_length, output)
-
-
-@app.command()
 def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.0, output: Output = None) -> None:
     """Send valid and hostile random grammars to `jspec serve` beside four streams. Report crashes, waits and memory."""
     from bench import grammars
@@ -368,6 +308,7 @@ def interrupts(
 
 
 app.add_typer(chat_commands.app)
+app.add_typer(program_commands.app)
 app.add_typer(guesses.app)
 app.add_typer(gpu.app)
 

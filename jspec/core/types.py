@@ -280,7 +280,7 @@ class Output:
                 `samples_per_prompt`.
 
         Returns:
-            ``int32[B, P + N]`` and ``int32[B]``, for the B rows of this output.
+            The texts, ``int32[B, P + N]``, and their lengths, ``int32[B]``; one row for each row of this output.
 
         Raises:
             ValueError: the number of rows is not a multiple of the number of prompts.

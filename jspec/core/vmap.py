@@ -18,15 +18,16 @@ Results = TypeVar("Results")
 def fold_vmap(
     program: Callable[[PyTree, Array, Rows], Results],
 ) -> Callable[[PyTree, Array, Rows], Results]:
-    """Return ``program(models, prompts, rows)`` with a batching rule that calls it once, for the whole axis.
+    """Return `program` with a batching rule that makes a single call for the whole mapped axis.
 
     Without this rule, `jax.vmap` would batch every operation of a decoding loop, and each step would copy all caches.
     The calls' rows for one prompt become neighbours, so that a sharded batch stays sharded. Prompts that are not mapped
     stay one batch, and get more rows each. If the models are mapped, the rule runs one call after another.
 
     Args:
-        program: a function whose rows do not affect each other. `prompts` has B rows. The first axis of every array in
-            `rows` and in the result holds the same number of consecutive rows for each prompt.
+        program: a function ``program(models, prompts, rows)`` whose rows do not affect each other. `prompts` has B
+            rows. The first axis of every array in `rows` and in the result holds the same number of consecutive rows
+            for each prompt.
     """
     folded = custom_vmap(program)
 

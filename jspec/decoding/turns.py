@@ -56,7 +56,7 @@ class RolloutSpec:
 )
 @dataclasses.dataclass(frozen=True)
 class RolloutState:
-    """What a roll-out keeps between turns.
+    """The state of a roll-out between turns.
 
     Attributes:
         text: ``int32[B, L + K + 1]``, all tokens so far; valid up to ``lengths[b]``. Rounds write into spare columns.

@@ -127,6 +127,6 @@ def _check_room(rollout: RolloutState, lengths: np.ndarray, wanted: np.ndarray, 
     if (bad := np.flatnonzero((wanted > 0) & (lengths + wanted > longest))).size:
         row = bad[0]
         raise ValueError(
-            f"Row {row} has {lengths[row]} of at most {longest} tokens, so there is no room for {wanted[row]} more; "
+            f"Row {row} has {lengths[row]} tokens, and {wanted[row]} more would exceed max_length={longest}; "
             f"{remedy}, or start with a larger max_length."
         )

@@ -82,9 +82,7 @@ class Decoder:
         vocabulary = range(self.target.config.vocab_size)
         eos_ids = sorted(i for i in {*self.target.config.eos_token_ids, *ends} if i in vocabulary)
         for batch in batches(prompts, batch_size=min(self.batch_size, len(prompts))):
-            limits = np.full(len(batch.tokens), max_new_tokens)
-            limited = dataclasses.replace(sampling, max_tokens=limits)
-            tokens, lengths = self._decode(batch, batch.take(keys), max_new_tokens, limited, eos_ids)
+            tokens, lengths = self._decode(batch, batch.take(keys), max_new_tokens, sampling, eos_ids)
             for row, prompt in enumerate(batch.indices[: batch.num_distinct].tolist()):
                 yield prompt, tokens[row, : lengths[row]].tolist()
 
@@ -92,18 +90,17 @@ class Decoder:
         self, batch: IndexedBatch, keys: Array, max_new_tokens: int, sampling: SamplingParams, eos_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the new tokens of each row, and their numbers. A draft with too few positions is not used."""
-        size, request = max_new_tokens, (batch.tokens, batch.lengths, keys)
-        if self.draft is None or batch.lengths.max() + size > positions(self.target, self.draft):
-            out = generate(self.target, *request, max_new_tokens=size, sampling=sampling, eos_ids=eos_ids)
+        request = batch.tokens, batch.lengths, keys
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos_ids": eos_ids}
+        if self.draft is None or batch.lengths.max() + max_new_tokens > positions(self.target, self.draft):
+            out = generate(self.target, *request, **options)
         else:
             out = speculative_generate(
                 self.target,
                 self.draft,
                 *request,
-                max_new_tokens=size,
                 num_draft_tokens=draft_length_of(self.draft, self.num_draft_tokens),
-                sampling=sampling,
-                eos_ids=eos_ids,
+                **options,
             )
         out = jax.device_get(out)
         if out.stats.invalid.any():

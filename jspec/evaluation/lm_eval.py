@@ -94,8 +94,8 @@ class JSpecLM(TemplateLM):
             max_batch_size: the batch size if `batch_size` is "auto".
 
         Raises:
-            ValueError: `target` is a model and there is no tokenizer; `batch_size` is not a positive number or "auto";
-                or `device` is not the device that JAX uses.
+            ValueError: `target` is a model, but no tokenizer was passed; `batch_size` is neither a positive number nor
+                "auto"; or `device` is not the device that JAX uses.
         """
         super().__init__()
         _check_device(device)

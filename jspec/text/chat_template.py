@@ -145,7 +145,7 @@ def check_messages(messages: Sequence[object], place: str) -> None:
 
 def _ids(tokenizer: Tokenizer | None, prompt: Prompt, place: str, variables: Mapping[str, object]) -> list[int]:
     if tokenizer is None and (isinstance(prompt, str) or is_conversation(prompt)):
-        raise ValueError(f"{place} is not a list of token ids, and there is no tokenizer; pass the target's tokenizer.")
+        raise ValueError(f"{place} is not a list of token ids, but tokenizer is None; pass the target's tokenizer.")
     tokenizer = cast("Tokenizer", tokenizer)
     if isinstance(prompt, str):
         ids = _once(tokenizer, _checked(prompt, place))

@@ -1,0 +1,68 @@
+"""Commands that measure jspec inside other programs: groups of samples, training loops, `jax.vmap` and lm-eval."""
+
+from typing import Annotated
+
+import typer
+
+from bench.options import Batch, Chatty, Draft, NewTokens, Output, Pair, Repeats, Target, measured, need, one_sentence
+
+app = typer.Typer()
+
+
+@app.command()
+def samples(
+    pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    count: Annotated[int, typer.Option("--samples", min=2, help="Samples of the prompt.")] = 8,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+) -> None:
+    """Compare samples_per_prompt, which prefills the prompt once, with a batch of identical prompts."""
+    from bench import samples
+
+    samples.run(measured(new_tokens, pair, target, draft, None, output), count, width, new_tokens, repeats)
+
+
+@app.command()
+def rollouts(output: Output = None, steps: Annotated[int, typer.Option("--steps", min=4)] = 40) -> None:
+    """Train SmolLM2 with GRPO (examples/grpo.py), and compare drafters that learn from its roll-outs."""
+    from bench import rollouts
+    from bench.report import RESULTS
+
+    rollouts.run(steps, output or RESULTS)
+
+
+@app.command()
+def vmap(
+    pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    batch: Batch = 8,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 5,
+) -> None:
+    """Compare jax.vmap over single prompts with one batch of the same prompts."""
+    from bench import vmap
+
+    vmap.run(measured(new_tokens, pair, target, draft, None, output), batch, width, new_tokens, repeats)
+
+
+@app.command()
+def lm_eval(
+    target: Chatty = "smollm2",
+    draft: Annotated[str, typer.Option("--draft", metavar="SRC", help="The target's draft, or lookup.")] = "lookup",
+    max_length: Annotated[int, typer.Option("--max-length", min=64, help="Tokens that a model reads at once.")] = 512,
+    output: Output = None,
+) -> None:
+    """Compare scores of jspec in lm-eval, in process, with those of lm-eval's hf class. Needs torch and accelerate."""
+    for package in ("lm_eval", "torch", "accelerate"):
+        need(package, f'This command needs {package}; run pip install -e ".[eval]" torch accelerate.')
+    from bench import lm_eval
+
+    with one_sentence():
+        lm_eval.run(target, draft, max_length, output)
