@@ -12,7 +12,7 @@ from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
 from jspec.serve.tools.hermes import Hermes
 from jspec.serve.tools.llama3 import Llama3
-from jspec.serve.tools.mistral import Mistral, MistralArgs, is_mistral_id
+from jspec.serve.tools.mistral import ARGS, START, Mistral, MistralArgs, is_mistral_id
 from jspec.serve.tools.tool_format import FunctionTool, ToolCall, ToolFormat
 from jspec.text.render_template import render_template
 
@@ -102,8 +102,8 @@ def _format_of(text: str) -> ToolFormat | None:
     answer = text.rpartition(_QUESTION)[2].partition(_RESULT)[0]
     brace = answer.find("{")  # Llama's calls have no marker, so special tokens of the template precede them
     candidates: list[tuple[ToolFormat, str, bool]] = [
-        (MistralArgs(), answer, "[ARGS]" in answer),
-        (Mistral(), answer, True),
+        (MistralArgs(), answer, ARGS in answer),
+        (Mistral(has_space=f"{START} " in answer), answer, True),
         (Hermes(), answer, True),
         (Llama3(), answer[brace:], '"parameters"' in answer and brace >= 0),
     ]

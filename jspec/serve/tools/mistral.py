@@ -21,12 +21,18 @@ _END = re.compile(r"\s*+(?:\]|,?\s*+\Z)")
 class Mistral(ToolFormat):
     """Calls as ``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``.
 
-    Both notations are read, whichever of them the model was trained on.
+    Both of Mistral's notations are read, whichever of them the model was trained on.
+
+    Args:
+        has_space: whether the model writes a space after the marker.
     """
 
     name = "mistral"
     special_tokens = (START, ARGS, CALL_ID)
-    notation = Notation('{"name": "', '", "arguments": ', "}", opening=f"{START} [", between=", ", closing="]")
+
+    def __init__(self, has_space: bool = True):
+        opening = f"{START} [" if has_space else f"{START}["
+        self.notation = Notation('{"name": "', '", "arguments": ', "}", opening, ", ", "]")
 
     def next_call(self, text: str, at: int, names: Collection[str]) -> CallSpan | None:
         """Return the first call at or after a position, or the first text that may become one."""
@@ -52,7 +58,9 @@ class MistralArgs(Mistral):
     """Calls as ``[TOOL_CALLS]name[ARGS]{...}``, as in models since Mistral Small 3.2."""
 
     name = "mistral-args"
-    notation = Notation(START, ARGS, "")
+
+    def __init__(self):
+        self.notation = Notation(START, ARGS, "")
 
 
 def is_mistral_id(text: str) -> bool:

@@ -111,7 +111,7 @@ class ToolFormat(abc.ABC):
 
     name: ClassVar[str]
     special_tokens: ClassVar[tuple[str, ...]]
-    notation: ClassVar[Notation]
+    notation: Notation
     optional_opening: ClassVar[str] = ""
     plain_start: ClassVar[str | None] = None
 
