@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 
 ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("type", "id", "name", *ARGUMENTS)  # of calls without a marker
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_START = r'"[^"\\]*+(?:\\.[^"\\]*+)*+'
 _STRING = re.compile(_STRING_START + '"', re.DOTALL)
@@ -75,14 +76,21 @@ def end_of_value(text: str, start: int) -> int | None:
     return None
 
 
-def read_call(text: str, start: int, names: Collection[str]) -> Reading:
+def read_call(text: str, start: int, names: Collection[str], is_marked: bool = True) -> Reading:
     """Read ``{"name": ..., "arguments": {...}}``, which whitespace may precede.
 
-    The members may be in any order, "parameters" may replace "arguments", and other members are ignored. A call begins
-    when its name is complete and its arguments have begun. Arguments that are null or missing mean ``{}``. Arguments
-    may also be a string that contains an object; such a call begins when the string is complete.
+    The members may be in any order, and "parameters" may replace "arguments". A call begins when its name is complete
+    and its arguments have begun. Arguments may be null, which means ``{}``. They may also be a string that contains an
+    object; the call then begins when the string is complete.
+
+    Args:
+        text: the text so far.
+        start: where to start.
+        names: the names of the functions that may be called.
+        is_marked: whether a marker shows that the object is a call. Other members are then ignored, and arguments may
+            be missing. Without a marker, the object may be an answer that is JSON.
     """
-    members = _Members(text, start)
+    members = _Members(text, start, None if is_marked else _KEYS)
     name: str | None = None
     arguments: str | None = None
     try:
@@ -91,7 +99,10 @@ def read_call(text: str, start: int, names: Collection[str]) -> Reading:
                 name = _name(text[value:end], names, end)
             elif key in ARGUMENTS and arguments is None:
                 arguments = _arguments(text[value:end], end)
-        arguments, end = arguments or "{}", members.at
+            if name is not None and arguments is not None:
+                members.keys = None
+        end = members.at
+        arguments = arguments or ("{}" if is_marked else None)
     except _Unfinished:
         end = len(text)
         if name is None or arguments is None:
@@ -100,7 +111,7 @@ def read_call(text: str, start: int, names: Collection[str]) -> Reading:
         end = members.at
         if name is None or arguments is None:
             return Reading(None, error.at)
-    return Reading(None if name is None else ToolCall(name, arguments), end)
+    return Reading(None if name is None or arguments is None else ToolCall(name, arguments), end)
 
 
 class _Members:
@@ -108,25 +119,29 @@ class _Members:
 
     Attributes:
         at: the end of the last complete member, or of the object.
+        keys: the keys that may follow; None for any keys.
     """
 
-    def __init__(self, text: str, start: int):
-        self._text, self.at = text, start
+    def __init__(self, text: str, start: int, keys: Collection[str] | None):
+        self._text, self.at, self.keys = text, start, keys
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         """Yield each key, and the start and the end of its value. An incomplete object is yielded too.
 
         Raises:
             _Unfinished: the text ends before the object does.
-            _Malformed: the text is not a JSON object.
+            _Malformed: the text is not a JSON object, or has another key than `keys`.
         """
         at = self._expect("{", self.at)
         while self._peek(at) != "}":
             start = self._skip(at)
             end = self._end_of_string(start)
-            key, value = text_of(self._text[start:end]), self._skip(self._expect(":", end))
+            key = text_of(self._text[start:end]) or ""
+            if self.keys is not None and key not in self.keys:
+                raise _Malformed(end)
+            value = self._skip(self._expect(":", end))
             at = self._end(value)
-            yield key or "", value, len(self._text) if at is None else at
+            yield key, value, len(self._text) if at is None else at
             if at is None:
                 raise _Unfinished
             self.at = at

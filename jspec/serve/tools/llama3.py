@@ -23,7 +23,7 @@ class Llama3(ToolFormat):
         """Return the first call at or after a position, or the first text that may become one."""
 
         def read(text: str, at: int) -> Reading:
-            reading = read_call(text, at, names)
+            reading = read_call(text, at, names, is_marked=False)
             is_last = reading.call is not None and _END.match(text, reading.end)
             return Reading(reading.call, len(text)) if is_last else reading
 

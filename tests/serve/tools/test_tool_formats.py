@@ -94,6 +94,7 @@ TABLE = {
         ('{"name": "f", "arguments": {}}\n{"name": "f", "parameters": {}};', "", [F, F]),
         ('Well. <|python_tag|>{"name": "f", "parameters": {}}', "Well.", [F]),
         ('{"name": "f", "parameters": {}}; then', "; then", [F]),
+        ('{"name": "f", "parameters": {}, "more": 1}', "", [F]),
         *(
             (text, text, [])
             for text in (
@@ -103,6 +104,7 @@ TABLE = {
                 "{",
                 '<|python_tag|>brave_search.call(query="f")',
                 "<|python_tag|>",
+                '{"name": "f"}',  # may be an answer
                 '{"name": "f", "parameters": 3}',
                 "[{}]",
             )
@@ -221,6 +223,11 @@ CALLS = st.lists(
 def test_written_calls_are_read_back(form, calls):
     reply = form.parse(form.notation.write(calls), NAMES, is_whole=True)
     assert reply.content == "" and list(reply.calls) == calls
+
+
+def test_json_answer_of_llama_is_shown_before_it_ends():
+    assert Llama3().parse('{"answer": 1, "why": "Be', NAMES, is_whole=False).content == '{"answer": 1, "why": "Be'
+    assert Llama3().parse('{"type": "function", "id": "x', NAMES, is_whole=False).content == ""
 
 
 def test_long_arguments_are_scanned_at_once():
