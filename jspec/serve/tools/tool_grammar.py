@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
 from jspec.serve.tools.tool_format import FunctionTool, ToolFormat
 
@@ -12,6 +13,16 @@ _SPACED: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", "
 _COMPACT: dict[str, Json] = {"whitespace_flexible": False}  # as `Grammars.json_schema` writes answers
 # The parts of a call's JSON that llguidance writes separately.
 _LEXEMES = re.compile(r'"[^"]*"|[:,] |[^][{}":,]+|.', re.DOTALL)
+
+
+def marker_ids(format: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the format's markers that are tokens of their own, by text.
+
+    These need not be special tokens: those of Qwen 2.5 are not. llguidance treats added tokens such as ``<tool_call>``
+    as special all the same, so a grammar that spells them as text never lets a model write them.
+    """
+    vocabulary = tokenizer.get_vocab()
+    return {text: vocabulary[text] for text in format.special_tokens if text in vocabulary}
 
 
 def grammar(
@@ -30,7 +41,7 @@ def grammar(
     Args:
         format: the notation of calls.
         tools: the functions, at least one.
-        tokens: the ids of special tokens, by text. Other markers are ordinary text.
+        tokens: the ids of the markers that are tokens of their own, from `marker_ids`. Other markers are ordinary text.
         is_required: whether the output consists of calls. Otherwise, it may also be text, or text and then calls. If
             calls have no marker, no text precedes them.
         is_parallel: whether there may be several calls.
@@ -52,7 +63,7 @@ class _Writer:
 
     Args:
         format: the notation of calls.
-        tokens: the ids of special tokens, by text.
+        tokens: the ids of the markers that are tokens of their own, by text.
         splits_json: whether to write the JSON of a call as the lexemes of a JSON grammar. llguidance's lexer always
             takes the longest lexeme, so a longer literal would hide other JSON that starts with the same characters.
     """
@@ -97,7 +108,7 @@ class _Writer:
         )
 
     def _literal(self, text: str) -> str:
-        """Return the notation for a fixed text, in which special tokens are ids."""
+        """Return the notation for a fixed text, in which tokens are ids."""
         markers = "|".join(map(re.escape, self._tokens)) or "$^"
         pieces = [piece for piece in re.split(f"({markers})", text) if piece]
         return " ".join(

@@ -7,13 +7,13 @@ import random
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jspec.serve.tools.hermes import Hermes
 from jspec.serve.tools.llama3 import Llama3
 from jspec.serve.tools.mistral import Mistral, MistralArgs
 from jspec.serve.tools.tool_format import FunctionTool, ToolCall, ToolFormat
-from jspec.serve.tools.tool_grammar import grammar
+from jspec.serve.tools.tool_grammar import grammar, marker_ids
 
 pytest.importorskip("llguidance")
 from jspec.engine.grammar_worker import LLGuidance, compile_grammar, make_tokenizer
@@ -70,7 +70,8 @@ ANSWER = {
     "additionalProperties": False,
 }
 FORMATS = [Hermes(), Llama3(), Mistral(), Mistral(has_space=False), MistralArgs()]
-both = pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+# How a tokenizer holds the markers: not at all, or as added tokens that are special or not, such as those of Qwen 2.5.
+each_kind = pytest.mark.parametrize("special", [None, False, True], ids=["text", "added", "special"])
 each = pytest.mark.parametrize("form", FORMATS, ids=["hermes", "llama3", "mistral", "nemo", "mistral-args"])
 END = 256
 
@@ -80,15 +81,18 @@ class Case:
     """A format, a tokenizer with a token for every byte, and the tokenizer's special tokens."""
 
     form: ToolFormat
-    special: bool
+    special: bool | None
 
     def __post_init__(self):
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         self.inner = Tokenizer(models.BPE({one: i for i, one in enumerate(alphabet)} | {"<end>": END}, []))
         self.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self.inner.decoder = decoders.ByteLevel()
-        self.inner.add_special_tokens(["<end>", *(self.form.special_tokens if self.special else ())])
-        self.tokens = {text: self.inner.token_to_id(text) for text in self.form.special_tokens if self.special}
+        self.inner.add_special_tokens(["<end>"])
+        if self.special is not None:
+            markers = [AddedToken(text, special=self.special, normalized=False) for text in self.form.special_tokens]
+            self.inner.add_tokens(markers)
+        self.tokens = marker_ids(self.form, self.inner)
         self.size = self.inner.get_vocab_size()
 
     def start(self, is_required=True, is_parallel=True, answer=None, tools=TOOLS) -> LLGuidance:
@@ -120,7 +124,7 @@ def check_calls(calls):
 
 
 @each
-@both
+@each_kind
 def test_required_calls_are_valid_calls_and_nothing_else(form, special):
     case = Case(form, special)
     start = case.start()
@@ -136,7 +140,7 @@ def test_required_calls_are_valid_calls_and_nothing_else(form, special):
 
 
 @each
-@both
+@each_kind
 def test_without_parallel_calls_there_is_one_call(form, special):
     case = Case(form, special)
     for is_required in (True, False):
@@ -146,7 +150,7 @@ def test_without_parallel_calls_there_is_one_call(form, special):
 
 
 @each
-@both
+@each_kind
 def test_optional_calls_may_follow_text(form, special):
     case = Case(form, special)
     start = case.start(is_required=False)
@@ -162,17 +166,17 @@ def test_optional_calls_may_follow_text(form, special):
         assert not case.accepts(start, text)
 
 
-@both
+@each_kind
 def test_text_of_llama_does_not_look_like_calls(special):
     case = Case(Llama3(), special)
     start = case.start(is_required=False)
     for text in ("{", " \n{", '{"name": "other", "parameters": {}}', case.write(INVALID[0])):
         assert not case.accepts(start, text)
-    assert case.accepts(start, f"<|python_tag|>{case.write(VALID[0])}") == special
+    assert case.accepts(start, f"<|python_tag|>{case.write(VALID[0])}") == (special is not None)
 
 
 @each
-@both
+@each_kind
 def test_answer_of_a_schema_may_replace_calls(form, special):
     case = Case(form, special)
     start = case.start(is_required=False, answer=ANSWER)
@@ -186,7 +190,7 @@ def test_answer_of_a_schema_may_replace_calls(form, special):
 @pytest.mark.parametrize("answer", [{"type": "array", "items": {"type": "string"}}, {"enum": ["a", 1]}])
 @each
 def test_answer_may_be_any_json(form, answer):
-    case = Case(form, False)
+    case = Case(form, None)
     start = case.start(is_required=False, answer=answer)
     for value in (["a", "[TOOL_CALLS]", "<tool_call>"], [], "a", 1, ["a", 1], {}, "b"):
         text = json.dumps(value, separators=(",", ":"))
@@ -195,7 +199,7 @@ def test_answer_may_be_any_json(form, answer):
 
 
 @each
-@both
+@each_kind
 def test_random_outputs_are_read_back_as_valid_calls(form, special):
     case = Case(form, special)
     rng = random.Random(0)
@@ -238,7 +242,7 @@ def test_only_given_functions_may_be_called(form):
 def test_unusable_schema_is_rejected_by_the_compiler():
     tool = FunctionTool("f", "", {"properties": {"a": {"type": "nonsense"}}}, False)
     with pytest.raises(ValueError, match="nonsense"):
-        Case(Hermes(), False).start(tools=[tool])
+        Case(Hermes(), None).start(tools=[tool])
 
 
 def test_grammar_compiles_in_grammar_processes():
