@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _SOON = 10  # seconds for the engine to stop
 EPILOG = """\b
-Routes: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics,
-/version, and / for a browser.
+Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models,
+/tokenize, /detokenize, /health, /metrics, /version, and / for a browser.
 
 \b
 SIGTERM ends the server after it has answered all accepted requests; until
@@ -188,6 +188,8 @@ def _run(
         place = f"[{host}]" if ":" in host else host
         if defaults := described(engine.device.target):
             typer.echo(f"{defaults}; a request can override each field.", err=True)
+        if note := server.tools_note:
+            typer.echo(note, err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         try:
             run(server, listener, keep_alive)

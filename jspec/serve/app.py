@@ -111,6 +111,11 @@ class Server:
         if self._served.grammars is not None:
             self._served.engine.expect_constraints()
 
+    @property
+    def tools_note(self) -> str:
+        """See `ToolSupport.note`."""
+        return self._served.tool_support.note if self._served.tool_support else ""
+
     def trouble(self) -> str:
         """Return a sentence that says what keeps requests from making progress, or an empty string if nothing does."""
         return next(filter(None, (check() for check in self.checks)), "")

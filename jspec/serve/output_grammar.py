@@ -61,7 +61,7 @@ def _calls(served: Served, body: ChatBody) -> Callable[[Grammars], Constraint]:
     text = grammar(
         call_format(served, body),
         tools,
-        tokens=served.call_markers,
+        tokens=served.marker_ids,
         is_required=body.must_call,
         is_parallel=body.parallel_tool_calls and body.tool_choice.mode != "named",
         answer=answer,

@@ -25,6 +25,7 @@ from jspec.serve.schemas import Body, CompletionBody
 from jspec.serve.token_text import Names
 from jspec.serve.tools.detect import ToolSupport
 from jspec.serve.tools.tool_format import Reply, ToolFormat
+from jspec.serve.tools.tool_grammar import marker_ids
 from jspec.text import eos_ids
 
 _NO_SEED = -1  # as in other servers
@@ -54,11 +55,15 @@ class Served:
     tool_support: ToolSupport | None
 
     @functools.cached_property
-    def call_markers(self) -> dict[str, int]:
-        """The ids of the special tokens with which the model marks calls."""
-        wanted = self.tool_support.format.special_tokens if self.tool_support and self.tool_support.format else ()
-        vocab = self.tokenizer.get_vocab()
-        return {text: vocab[text] for text in wanted if text in vocab and self.names.is_special(vocab[text])}
+    def marker_ids(self) -> dict[str, int]:
+        """The ids of the tokens that mark calls, by text."""
+        form = None if self.tool_support is None else self.tool_support.format
+        return {} if form is None else marker_ids(form, self.tokenizer)
+
+    @functools.cached_property
+    def hidden_markers(self) -> dict[int, str]:
+        """The texts of the tokens that mark calls and that decoded text does not show, by id."""
+        return {i: text for text, i in self.marker_ids.items() if self.names.is_special(i)}
 
     @property
     def target(self) -> LanguageModel:
@@ -83,7 +88,7 @@ class Calls:
     Attributes:
         format: the notation of calls.
         names: the functions that may be called.
-        markers: the texts of special tokens that mark calls, by id.
+        markers: the texts of the tokens that mark calls and that decoded text does not show, by id.
         is_only: whether the output consists of calls. Its other text is then the beginning of a call that was cut off.
     """
 
@@ -185,8 +190,7 @@ def _calls(served: Served, body: Body) -> Calls | None:
     if not isinstance(body, ChatBody) or not body.may_call:
         return None
     names = frozenset(tool.function.name for tool in body.callable_tools)
-    markers = {i: text for text, i in served.call_markers.items()}
-    return Calls(call_format(served, body), names, markers, body.must_call)
+    return Calls(call_format(served, body), names, served.hidden_markers, body.must_call)
 
 
 def call_format(served: Served, body: ChatBody) -> ToolFormat:

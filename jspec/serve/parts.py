@@ -46,10 +46,11 @@ class Cursor:
     Args:
         choice: the choice, which may still be in progress.
         lists_tokens: whether parts also list tokens, so that a token without text makes a part.
+        begins_early: whether the first token makes a part even without text. The text of a call begins late.
     """
 
-    def __init__(self, choice: Choice, lists_tokens: bool):
-        self.choice, self._lists_tokens = choice, lists_tokens
+    def __init__(self, choice: Choice, lists_tokens: bool, begins_early: bool):
+        self.choice, self._lists_tokens, self._begins_early = choice, lists_tokens, begins_early
         self._characters, self._tokens, self._content, self._arguments = 0, 0, 0, list[int]()
         self._has_begun, self._has_ended = False, False
 
@@ -57,7 +58,7 @@ class Cursor:
         """Return whether there is a part that has not been sent."""
         if self._has_ended or self.choice.finish_reason is not None:
             return not self._has_ended
-        if self._lists_tokens and self.choice.count > self._tokens:
+        if self.choice.count > self._tokens and (self._lists_tokens or (self._begins_early and not self._has_begun)):
             return True
         reply = self.choice.reply
         return (len(reply.content), [len(call.arguments) for call in reply.calls]) != (self._content, self._arguments)

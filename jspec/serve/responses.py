@@ -33,7 +33,7 @@ class Answer:
         self._id = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
         self._read: dict[int, list[str]] = {}
         lists_tokens = self._parsed.top is not None or self._parsed.body.return_token_ids
-        self._cursors = [Cursor(choice, lists_tokens) for choice in job.choices]
+        self._cursors = [Cursor(choice, lists_tokens, self._parsed.calls is not None) for choice in job.choices]
 
     def whole(self) -> dict[str, Json]:
         """Return the whole response. All choices must have ended."""

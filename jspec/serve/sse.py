@@ -76,13 +76,13 @@ class Whole(Pieces):
 class _Ping(ServerSentEvent):
     """A comment that keeps a connection alive while a request waits for its first token.
 
-    The comment omits the blank line that ends an event, because some clients mistake that line for an event without
-    data. Other clients merge a comment with the next event and drop both. Therefore no ping is sent between two tokens.
+    A blank line follows the comment. Without it, clients that split a stream at blank lines would drop the first token
+    together with the comment. No ping is sent between two tokens, because clients count the lines between them.
     """
 
     def __init__(self, is_needed: bool):
         super().__init__()
-        self._line = b": ping\n" if is_needed else b""
+        self._line = b": ping\n\n" if is_needed else b""
 
     def encode(self) -> bytes:
         """Return the comment line, or nothing if no ping is needed."""

@@ -3,14 +3,18 @@
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
 import openai
 import pytest
 
-from jspec.serve.output_grammar import Demand
-from support import servers, text_pair
+from jspec.engine.grammar_worker import compile_grammar, make_tokenizer
+from jspec.serve.chat_schemas import ChatBody
+from jspec.serve.output_grammar import Demand, demand_of
+from jspec.serve.parse_request import parse_request
+from support import oracle, servers, text_pair
 from support.servers import HELLO
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -259,3 +263,65 @@ def test_logprobs_and_ids_cover_calls(calling):
     )
     text = "".join(token.token for token in one.logprobs.content[:-1])
     assert check(one) and text.startswith("<tool_call>") and text.endswith("</tool_call>")
+
+
+LETTERS = {"enum": ["a", "th"]}
+BOTH = [
+    {"type": "function", "function": {"name": "the", "parameters": {"type": "object", "properties": {"in": LETTERS}}}},
+    {"type": "function", "function": {"name": "in"}},
+]
+BOTH[0]["function"]["parameters"] |= {"required": ["in"], "additionalProperties": False}
+TEXTS = [
+    f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    for name, arguments in (("the", '{"in": "a"}'), ("the", '{"in": "th"}'), ("in", "{}"))
+]
+
+
+def exact_calls(running, body):
+    """Return the probability of every token sequence that is a valid call, from the model's own logits.
+
+    The output is restricted at each token, as the grammar's masks say. They allow several tokenizations of a text.
+    """
+    served = running.server._served
+    prompt, held = parse_request(served, body).prompts[0], []
+    library = make_tokenizer(running.tokenizer.backend_tokenizer.to_str(), 261, [0])
+    compiling = SimpleNamespace(lark=lambda text: held.append(compile_grammar(library, "grammar", text, 36)))
+    demand_of(served, body).compile(compiling)
+    waiting, law, target = [((), 1.0)], {}, running.engine.device.target
+    while waiting:
+        tokens, p = waiting.pop()
+        matcher = held[0].copy()
+        assert all(map(matcher.consume, tokens))
+        bits = np.frombuffer(matcher.allowed(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:261])
+        logits = np.zeros(261)
+        if len(allowed) > 1:  # most tokens are the only possible ones
+            logits = np.asarray(target(np.array([[*prompt, *tokens]]))[0, -1], np.float64)
+        each = np.exp(logits[allowed]) / np.exp(logits[allowed]).sum()
+        for token, share in zip(allowed.tolist(), each, strict=True):
+            if token:
+                waiting.append(((*tokens, token), p * share))
+            else:
+                law[*tokens, 0] = p * share
+    assert np.isclose(sum(law.values()), 1)
+    assert {running.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in law} == {*TEXTS}
+    return law
+
+
+def test_required_calls_have_enumerated_distribution(calling, report):
+    """The calls have the model's distribution, restricted to valid calls at each token, with and without seeds."""
+    options = {"tools": BOTH, "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 90}
+    body = ChatBody(model=servers.NAME, messages=HELLO, **options)
+    law = exact_calls(calling, body)
+    leaves = [*law]
+    p_values = []
+    for seeded in (False, True):
+        counts = np.zeros(len(leaves), np.int64)
+        for i in range(100):
+            answer = calling.chat(**options, n=8, seed=i if seeded else None, extra_body={"return_token_ids": True})
+            for one in answer.choices:
+                counts[leaves.index(tuple(one.token_ids))] += 1
+        p_values.append(oracle.p_value(counts, np.array([*law.values()])))
+    sees = oracle.detectable(800, len(leaves) - 1, oracle.ALPHA / 2)
+    report(sequences=len(leaves), calls_each=800, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
+    assert min(p_values) > oracle.ALPHA / 2

@@ -53,6 +53,15 @@ class ToolSupport:
     is_native: bool
     takes_system: bool = True
 
+    @property
+    def note(self) -> str:
+        """A sentence about what the chat template lacks, or an empty string."""
+        if self.format is None:
+            return "Tools are not supported: the model's chat template writes calls in an unknown notation."
+        if self.is_native:
+            return ""
+        return "The model's chat template has no tools; they are described in the system message, in Hermes notation."
+
     def messages(self, messages: Sequence[Mapping[str, Json]], tools: Sequence[FunctionTool]) -> list[dict[str, Json]]:
         """Return the messages in the form that the template expects.
 
