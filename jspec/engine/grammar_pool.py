@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -199,6 +200,16 @@ class CompiledGrammar:
     def is_alive(self) -> bool:
         """Whether the server is running. The grammar's processes end when the server ends."""
         return self._server.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the grammar can create sources."""
+        with self._lock:
+            if self._is_closed or not self.is_alive:
+                return False
+            ended = select.poll()  # the grammar's process sends nothing, so its connection is readable after its end
+            ended.register(self._connection, select.POLLIN)
+            return not ended.poll(0)
 
     def close(self) -> None:
         """Stop creating sources. The process ends when the last existing source is closed."""

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Protocol, Self, cast
 
 from jspec.core.tokenizer import Tokenizer
+from jspec.core.types import Json
 from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import GrammarPool
@@ -24,6 +25,16 @@ class _FastTokenizer(Protocol):
 
     @property
     def backend_tokenizer(self) -> _Backend: ...
+
+
+def enforceable(schema: Mapping[str, object]) -> dict[str, Json]:
+    """Return a schema that llguidance enforces completely, and whose values all satisfy `schema`.
+
+    Raises:
+        ValueError: `schema` is too large, or demands something that cannot be guaranteed.
+    """
+    check_schema(schema)
+    return dict(cast(Mapping[str, Json], schema))
 
 
 class Grammars:
@@ -59,8 +70,7 @@ class Grammars:
             ValueError: `schema` is not a JSON schema, demands something that cannot be guaranteed, or is too complex.
             RuntimeError: the system cannot start a process for the schema; try again later.
         """
-        check_schema(schema)
-        return self._compiled("schema", json.dumps(schema))
+        return self._compiled("schema", json.dumps(enforceable(schema)))
 
     def regex(self, pattern: str) -> Constraint:
         """Return a constraint that makes the whole output match `pattern`.

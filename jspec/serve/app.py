@@ -184,7 +184,9 @@ class Server:
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
         """Compile what the body demands of the output. The processes that this needs end with the job."""
-        demand = demand_of(self._served, body)
+        if not body.constrained_by:
+            return None
+        demand = await to_thread.run_sync(demand_of, self._served, body, limiter=self._two_at_a_time)
         return None if demand is None else await _unless_gone(request, self._constraints.compile(job, demand))
 
     def _enter(self, body: Body) -> Job:

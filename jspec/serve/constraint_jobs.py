@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections import OrderedDict
 
 from anyio import CapacityLimiter, to_thread
 
@@ -11,11 +12,14 @@ from jspec.engine.grammars import Grammars
 from jspec.serve.errors import Refusal, busy, wrong
 from jspec.serve.output_grammar import Demand
 
+_MOST_KEPT = 8
+
 
 class ConstraintCompiler:
     """A compiler for the demands of requests on their output.
 
-    Each constraint needs its own processes, so the number of constraints at once is limited. Other requests wait.
+    Each constraint needs its own processes, so the number of constraints at once is limited. Other requests wait. A few
+    constraints of earlier requests are kept, because clients send the same tools or the same schema again.
 
     Args:
         grammars: the factory that compiles the constraints; None if this model's output cannot be constrained.
@@ -25,7 +29,8 @@ class ConstraintCompiler:
     def __init__(self, grammars: Grammars | None, limit: int):
         self._grammars = grammars
         self._limiter, self._threads = CapacityLimiter(limit), CapacityLimiter(limit)
-        self._held: dict[object, asyncio.Future[Constraint]] = {}
+        self._held: dict[object, tuple[str, asyncio.Future[Constraint]]] = {}
+        self._kept = OrderedDict[str, CompiledGrammar]()  # from the oldest to the latest; none of them is in use
 
     async def compile(self, holder: object, demand: Demand) -> Constraint:
         """Compile the demand of `holder`. The caller must eventually `release` the holder.
@@ -39,8 +44,8 @@ class ConstraintCompiler:
         if self._limiter.statistics().tasks_waiting >= 3 * self._limiter.total_tokens:
             raise busy(f"Too many requests with {demand.field} are already waiting; try again later.")
         await self._limiter.acquire_on_behalf_of(holder)
-        compiled = asyncio.ensure_future(to_thread.run_sync(demand.compile, grammars, limiter=self._threads))
-        self._held[holder] = compiled
+        compiled = asyncio.ensure_future(self._compiled(grammars, demand))
+        self._held[holder] = demand.key, compiled
         try:
             return await asyncio.shield(compiled)
         except ValueError as error:
@@ -48,21 +53,35 @@ class ConstraintCompiler:
         except RuntimeError as error:
             raise Refusal(503, str(error), demand.field, "no_process", {"Retry-After": "1"}) from None
 
+    async def _compiled(self, grammars: Grammars, demand: Demand) -> Constraint:
+        kept = self._kept.pop(demand.key, None)
+        if kept is not None and kept.is_ready:
+            return kept
+        return await to_thread.run_sync(demand.compile, grammars, limiter=self._threads)
+
     def release(self, holder: object) -> None:
         """Release the constraint that was compiled for `holder`, if any.
 
         A compilation that is still running keeps its place until it ends. Otherwise, clients that disconnect could
         start an unlimited number of processes.
         """
-        if compiled := self._held.pop(holder, None):
-            compiled.add_done_callback(functools.partial(self._leave, holder))
+        if held := self._held.pop(holder, None):
+            key, compiled = held
+            compiled.add_done_callback(functools.partial(self._leave, holder, key))
 
-    def _leave(self, holder: object, compiled: "asyncio.Future[Constraint]") -> None:
+    def _leave(self, holder: object, key: str, compiled: "asyncio.Future[Constraint]") -> None:
         self._limiter.release_on_behalf_of(holder)
         if compiled.cancelled() or compiled.exception() is not None:
             return
         if isinstance(constraint := compiled.result(), CompiledGrammar):
-            constraint.close()
+            self._keep(key, constraint)
+
+    def _keep(self, key: str, grammar: CompiledGrammar) -> None:
+        if older := self._kept.pop(key, None):
+            older.close()
+        self._kept[key] = grammar
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)[1].close()
 
     def close(self) -> None:
         """End all processes."""

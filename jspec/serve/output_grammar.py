@@ -1,16 +1,17 @@
 """What a request demands of its output: a response format, or valid calls of its tools."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import cast
+import functools
+import json
+from collections.abc import Callable, Generator, Mapping
 
-from jspec.core.types import Json
 from jspec.engine.constraints import Constraint
-from jspec.engine.grammars import Grammars
+from jspec.engine.grammars import Grammars, enforceable
 from jspec.serve.chat_schemas import ChatBody
 from jspec.serve.errors import wrong
 from jspec.serve.parse_request import Served, call_format
-from jspec.serve.schemas import Body, ResponseFormat
+from jspec.serve.schemas import Body
 from jspec.serve.tools.tool_format import FunctionTool
 from jspec.serve.tools.tool_grammar import grammar
 
@@ -21,10 +22,12 @@ class Demand:
 
     Attributes:
         field: the field of the request that makes the demand.
+        key: a text that equal demands share.
         compile: a function that compiles the demand. It raises ValueError if the demand cannot be enforced.
     """
 
     field: str
+    key: str
     compile: Callable[[Grammars], Constraint]
 
 
@@ -34,51 +37,64 @@ def demand_of(served: Served, body: Body) -> Demand | None:
     Raises:
         Refusal: the model's notation of calls is not known, or the demands cannot be combined.
     """
-    if isinstance(body, ChatBody) and body.constrained_by == "tools":
-        return Demand(body.constrained_by, _calls(served, body))
-    if body.response_format is not None and body.constrained_by:
-        return Demand(body.constrained_by, _format(body.response_format))
-    return None
-
-
-def _format(wanted: ResponseFormat) -> Callable[[Grammars], Constraint]:
+    field, wanted = body.constrained_by, body.response_format
+    if isinstance(body, ChatBody) and field == "tools":
+        return _calls(served, body)
+    if wanted is None or not field:
+        return None
     if (regex := wanted.regex) is not None:
-        return lambda grammars: grammars.regex(regex)
+        return Demand(field, f"regex {regex}", lambda grammars: grammars.regex(regex))
     schema = wanted.schema_of_output
-    return lambda grammars: grammars.json_schema(schema)
+    return Demand(field, f"schema {json.dumps(schema)}", lambda grammars: grammars.json_schema(schema))
 
 
-def _calls(served: Served, body: ChatBody) -> Callable[[Grammars], Constraint]:
-    tools = [tool.plain() for tool in body.callable_tools]
-    answer: Json = None
+def _calls(served: Served, body: ChatBody) -> Demand:
+    answer: Mapping[str, object] | None = None
     if body.response_format is not None and body.is_formatted and not body.must_call:
         if body.response_format.regex is not None:
             raise wrong(
                 "response_format has the type 'regex', which excludes tools; use 'json_schema', or omit tools.",
                 "response_format",
             )
-        answer = cast(Json, body.response_format.schema_of_output)
-    text = grammar(
+        answer = body.response_format.schema_of_output
+    tools = {i: tool.plain() for i, tool in enumerate(body.tools) if tool in body.callable_tools}
+    is_parallel = body.parallel_tool_calls and body.tool_choice.mode != "named"
+    write = functools.partial(
+        grammar,
         call_format(served, body),
-        tools,
         tokens=served.marker_ids,
         is_required=body.must_call,
-        is_parallel=body.parallel_tool_calls and body.tool_choice.mode != "named",
-        answer=answer,
+        is_parallel=is_parallel,
     )
-    places = {tool.function.name: i for i, tool in enumerate(body.tools)}
-    return lambda grammars: _compile(grammars, text, tools, places)
+    key = json.dumps([body.must_call, is_parallel, answer, [dataclasses.astuple(tool) for tool in tools.values()]])
+    return Demand("tools", f"calls {key}", lambda grammars: _compile(grammars, write, tools, answer))
 
 
-def _compile(grammars: Grammars, text: str, tools: Sequence[FunctionTool], places: dict[str, int]) -> Constraint:
-    """Compile the grammar of calls. If this fails, compile each tool's schema alone, to name the one that fails."""
+def _compile(
+    grammars: Grammars,
+    write: Callable[..., str],
+    tools: Mapping[int, FunctionTool],
+    answer: Mapping[str, object] | None,
+) -> Constraint:
+    """Compile the grammar of calls. An error names the tool, by its number, whose schema cannot be enforced."""
+    checked = [_checked(i, tool) for i, tool in tools.items()]
     try:
-        return grammars.lark(text)
+        return grammars.lark(write(checked, answer=None if answer is None else enforceable(answer)))
     except ValueError:
-        for tool in tools:
-            try:
+        for i, tool in tools.items():
+            with _blaming(i, tool):
                 grammars.json_schema(tool.schema)
-            except ValueError as error:
-                place = f"tools[{places[tool.name]}].function.parameters"
-                raise ValueError(f"{place} ({tool.name!r}): {error}") from None
         raise
+
+
+def _checked(i: int, tool: FunctionTool) -> FunctionTool:
+    with _blaming(i, tool):
+        return dataclasses.replace(tool, parameters=enforceable(tool.schema))
+
+
+@contextlib.contextmanager
+def _blaming(i: int, tool: FunctionTool) -> Generator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"tools[{i}].function.parameters ({tool.name!r}): {error}") from None

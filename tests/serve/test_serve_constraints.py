@@ -261,9 +261,9 @@ def test_disconnecting_clients_do_not_accumulate_processes(running, monkeypatch)
             until(lambda: running.server.open)
             time.sleep(0.1)
         until(lambda: not running.server.open)
-        most = max(most, len(below(server)))
+        most = max(most, len(below(server)) - len(constraints._kept))
     assert 0 < most <= constraints._limiter.total_tokens
-    until(lambda: not below(server) and not constraints._limiter.borrowed_tokens)
+    until(lambda: len(below(server)) <= len(constraints._kept) and not constraints._limiter.borrowed_tokens)
 
 
 def children():
@@ -297,8 +297,29 @@ def test_no_process_is_left_behind(running, kind):
             httpx.post(f"{running.url}/v1/completions", json=body, timeout=0.05)
     else:
         assert post(running, body | ({"n": 3} if kind == "choices" else {})).status_code == 200
-    until(lambda: not running.server.open and not below(server))
-    assert not running.server._constraints._held
+    constraints = running.server._constraints
+    until(lambda: not running.server.open and len(below(server)) <= len(constraints._kept))
+    assert not constraints._held
+
+
+def test_latest_grammars_are_kept(running, monkeypatch):
+    """A repeated demand compiles nothing; the number of kept grammars is limited, and ended ones are not used."""
+    pool, kept, compiled = running.server._served.grammars._pool, running.server._constraints._kept, []
+    compile_ = pool.compile
+    monkeypatch.setattr(pool, "compile", lambda *ask: compiled.append(ask) or compile_(*ask))
+    bodies = [SEEDED | {"response_format": {"type": "regex", "regex": f"[a-c]{{{i + 2}}}"}} for i in range(10)]
+    first = post(running, bodies[0]).json()["choices"]
+    assert post(running, bodies[0]).json()["choices"] == first and len(compiled) == 1
+    with asking(running, bodies[0], 3) as answers:
+        assert {answer.status_code for answer in answers()} == {200}
+    until(lambda: not running.server.open and len(kept) <= 8)
+    compiled.clear()
+    for body in (*bodies, bodies[9]):
+        assert post(running, body).status_code == 200
+    assert len(compiled) == 9 and len(kept) == 8
+    pool._server._process.kill()
+    pool._server._process.wait()
+    assert post(running, bodies[9]).status_code == 200 and len(compiled) == 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
