@@ -11,6 +11,11 @@ from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import GrammarPool
 from jspec.engine.schema_limits import check_regex, check_schema
+from jspec.engine.schema_rewrite import rewritten
+
+# Without \u escapes, each string has one spelling. A property could otherwise occur under another spelling, where its
+# value evades the property's schema.
+_ONE_SPELLING = {"json_allowed_escapes": 'nrbtf\\"'}
 
 
 class _Backend(Protocol):
@@ -60,7 +65,8 @@ class Grammars:
             RuntimeError: the system cannot start a process for the schema; try again later.
         """
         check_schema(schema)
-        return self._compiled("schema", json.dumps(schema))
+        enforceable = rewritten(json.loads(json.dumps(schema)))
+        return self._compiled("schema", json.dumps(enforceable | {"x-guidance": _ONE_SPELLING}))
 
     def regex(self, pattern: str) -> Constraint:
         """Return a constraint that makes the whole output match `pattern`.
