@@ -24,7 +24,14 @@ def negated(schema: Json) -> list[Json]:
         return [] if schema else [True]
     if not isinstance(schema, Mapping):
         raise NotExpressible
-    return [part for word, value in schema.items() for part in _negated_keyword(word, value)]
+    words = {*schema} - ({"type"} if _is_type_redundant(schema) else set[str]())
+    return [part for word, value in schema.items() if word in words for part in _negated_keyword(word, value)]
+
+
+def _is_type_redundant(schema: Mapping[str, Json]) -> bool:
+    """Return whether ``const`` or ``enum`` alone implies ``type``."""
+    given = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return isinstance(given, list) and {value_type(value) for value in given} <= type_names(schema.get("type"))
 
 
 def _negated_keyword(word: str, value: Json) -> list[Json]:

@@ -38,6 +38,20 @@ class Pet(BaseModel):
     pet: Annotated[Cat | Dog, Field(discriminator="kind")]
 
 
+class Left(BaseModel):
+    kind: Literal["left"] = "left"
+    left: int = 0
+
+
+class Right(BaseModel):
+    kind: Literal["right"] = "right"
+    left: str = ""
+
+
+class Named(BaseModel):
+    one: Annotated[Left | Right, Field(discriminator="kind")]
+
+
 class Node(BaseModel):
     value: int
     children: list["Node"] = []
@@ -70,6 +84,7 @@ NAMES = [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}, {"d
 # For each schema, instances of which some satisfy it and some do not. The oracle decides which.
 SUPPORTED = {
     "pydantic union": (Pet.model_json_schema(), [{"pet": {"kind": "cat"}}, {"pet": {"kind": "dog", "name": None}}, {}]),
+    "pydantic defaults": (Named.model_json_schema(), [{"one": {"kind": "left", "left": 1}}, {"one": {}}, {}]),
     "pydantic recursion": (Node.model_json_schema(), [{"value": 1, "children": [{"value": 2}]}, {"value": "x"}]),
     "pydantic scalars": (Scalars.model_json_schema(), [NOW, NOW | {"code": "AB"}, NOW | {"code": "x"}, {"at": 3}]),
     "pydantic containers": (
@@ -206,7 +221,7 @@ SUPPORTED = {
 }
 # Valid instances that the rewritten schema excludes.
 STRICTER = {
-    "tag": (Pet.model_json_schema(), {"pet": {"name": "x"}}),
+    "tag": (Named.model_json_schema(), {"one": {"left": 1}}),
     "required differences": (
         {
             "oneOf": [
