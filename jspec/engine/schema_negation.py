@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from jspec.core.types import Json
-from jspec.engine.schema_overlap import TYPES, type_names, value_type
+from jspec.engine.schema_overlap import ANNOTATIONS, TYPES, type_names, value_type
 
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "readOnly"})
 _MAX_CHARACTERS = 500
 
 
@@ -35,7 +34,7 @@ def _is_type_redundant(schema: Mapping[str, Json]) -> bool:
 
 
 def _negated_keyword(word: str, value: Json) -> list[Json]:
-    if word in _ANNOTATIONS:
+    if word in ANNOTATIONS:
         return []
     if word == "type":
         return _not_of_types(value)
@@ -51,9 +50,10 @@ def _negated_keyword(word: str, value: Json) -> list[Json]:
         return _not_among(value if word == "enum" and isinstance(value, list) else [value])
     if word == "allOf" and isinstance(value, list):
         return [part for schema in value for part in negated(schema)]
-    if word in ("anyOf", "not"):
-        options = [{"anyOf": negated(schema)} for schema in value] if isinstance(value, list) else [value]
-        return [{"allOf": options}]
+    if word == "anyOf" and isinstance(value, list):
+        return [{"allOf": [{"anyOf": negated(schema) or [False]} for schema in value]}]
+    if word == "not":
+        return [value]
     raise NotExpressible
 
 

@@ -14,6 +14,7 @@ Node: TypeAlias = Mapping[str, Json]
 Nodes: TypeAlias = tuple[Node, ...]
 # A number is either of the type "integer" (1 and 1.0) or of the type "fraction".
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "$comment"})
 _MAX_ALTERNATIVES = 64
 _MAX_INTEGERS = 100
 _MAX_STEPS = 50_000
@@ -93,7 +94,7 @@ class Overlap:
         """Return a list that contains all values that satisfy `schema`, or None if no such list is known."""
         values: dict[object, Json] = {}
         for nodes in self.alternatives(schema):
-            some = _values(nodes)
+            some = values_of(nodes)
             if some is None:
                 return None
             values |= {value_key(value): value for value in some}
@@ -110,7 +111,7 @@ class Overlap:
         self._steps += 1
         if depth == 0 or self._steps > _MAX_STEPS:
             return False
-        values = _values(nodes)
+        values = values_of(nodes)
         if values is not None:
             return not values
         return all(self._is_type_empty(kind, nodes, depth) for kind in _types(nodes))
@@ -140,7 +141,7 @@ def _types(nodes: Nodes) -> frozenset[str]:
     return TYPES.intersection(*(type_names(node.get("type")) for node in nodes))
 
 
-def _values(nodes: Nodes) -> list[Json] | None:
+def values_of(nodes: Nodes) -> list[Json] | None:
     """Return a list that contains all values that satisfy `nodes`, or None if no such list is known."""
     lists: list[list[Json]] = [[node["const"]] for node in nodes if "const" in node]
     lists += [some for node in nodes if isinstance(some := node.get("enum"), list)]

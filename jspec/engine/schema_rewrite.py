@@ -14,12 +14,12 @@ from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
 from jspec.engine.schema_unions import disjoint_branches
 from jspec.engine.schema_values import (
+    allowed_names,
     at_least,
     at_most,
     check_literal,
     distinct_arrays,
     inner_bound,
-    string_pattern,
     whole,
 )
 
@@ -162,13 +162,15 @@ class _Rewriter:
         return []
 
     def _items(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        if "prefixItems" in node and (isinstance(node["items"], list) or _is_old(self._root.get("$schema"))):
+            raise refusal(
+                path, "prefixItems beside items of a draft before 2020-12", "leave one out, or change $schema"
+            )
         if isinstance(node["items"], list):  # drafts before 2020-12
             out["prefixItems"] = self._parts("items", node, path) if node["items"] else []
             if "additionalItems" in node:
                 out["items"] = self.schema(node["additionalItems"], f"{path}.additionalItems")
             return []
-        if "prefixItems" in node and _is_old(self._root.get("$schema")):
-            raise refusal(path, "prefixItems beside items in a draft before 2020-12", "change $schema")
         return self._one("items", node, path, out)
 
     def _one_of(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -222,7 +224,7 @@ class _Rewriter:
         same = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[word]
         if node[word] in (True, {}):
             return []
-        if {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"} & {*node}:
+        if {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "contains"} & {*node}:
             raise refusal(path, word, f"use {same} in the schema that has the properties or items")
         if same not in node:
             out[same] = self.schema(node[word], f"{path}.{word}")
@@ -230,16 +232,15 @@ class _Rewriter:
 
     def _names_of_properties(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
         given = node["propertyNames"]
-        names = self._overlap.finite_values({"allOf": [given, {"type": "string"}]})
-        if names is not None:
-            self.schema(given, f"{path}.propertyNames")
-            return [{"properties": dict.fromkeys(map(str, names), True), "additionalProperties": False}]
-        pattern = string_pattern(self._overlap.alternatives(given))
-        if pattern == "":
+        names = allowed_names(given, self._target) if given is not False else []
+        if names == "":
             return []
-        if pattern is None or "patternProperties" in node:
+        if isinstance(names, list):
+            check_literal(names, f"{path}.propertyNames")
+            return [{"properties": dict.fromkeys(names, True), "additionalProperties": False}]
+        if names is None or "patternProperties" in node:
             raise refusal(path, "propertyNames", "use enum, const, or one pattern, and no patternProperties")
-        return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
+        return [{"patternProperties": {names: True}, "additionalProperties": False}]
 
     def _unique(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if node["uniqueItems"] is not True:

@@ -7,6 +7,7 @@ from jspec.core.types import Json
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap, required
 
+_MAX_BRANCHES = 100
 _MAX_OPTIONS = 64
 _MAX_NEGATION = 16
 
@@ -20,6 +21,8 @@ def disjoint_branches(node: Node, overlap: Overlap) -> list[Json] | None:
     assert isinstance(branches, list)
     rest: Json = {word: value for word, value in node.items() if word != "oneOf"}
     count = len(branches)
+    if count > _MAX_BRANCHES:
+        return None
     pairs = [(i, j) for j in range(count) for i in range(j) if not overlap.is_empty(rest, branches[i], branches[j])]
     tag = _tag(node)
     if tag and all(overlap.is_empty(rest, branches[i], branches[j], tag) for i, j in pairs):

@@ -1,15 +1,14 @@
 """Rewrites of single keywords: numbers, counts of properties, names of properties and distinct items."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 from jspec.core.types import Json
-from jspec.engine.schema_overlap import Node, Nodes, Overlap, required, value_key
+from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
 
 MAX_COMBINATIONS = 100
-_NAME_WORDS = frozenset({"type", "pattern", "minLength", "maxLength", "format", "$ref", "allOf"})
-_NAME_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment", "deprecated"})
+_NAME_WORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
 _EXACT = 2**53  # llguidance reads numbers as float64
 _LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
 NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
@@ -106,32 +105,41 @@ def _combinations(names: Sequence[str], count: int) -> list[tuple[str, ...]] | N
     return [*combinations(names, count)] if math.comb(len(names), count) <= MAX_COMBINATIONS else None
 
 
-def string_pattern(options: Sequence[Nodes]) -> str | None:
-    """Return a pattern of the strings that satisfy a schema, given its alternatives; None if it is not known.
+def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | str | None:
+    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is known.
 
     The pattern of all strings is empty.
     """
-    if len(options) != 1:
-        return None
-    nodes = [node for node in options[0] if node]
-    if any({*node} - _NAME_WORDS - _NAME_ANNOTATIONS or not _allows_strings(node) for node in nodes):
+    nodes = _conjuncts(schema, resolve)
+    if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
         return None
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    limits = [(node.get("minLength", 0), node.get("maxLength")) for node in nodes if _has_limit(node)]
-    if any("format" in node for node in nodes) or len(patterns) + len(limits) > 1:
-        return None
+    limits = {(whole(node.get("minLength", 0)), whole(node.get("maxLength"))) for node in nodes}
+    limits.discard((0, None))
+    if any("enum" in node or "const" in node for node in nodes):
+        return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
     if limits:
-        least, most = map(whole, limits[0])
-        return f"^[\\s\\S]{{{least},{'' if most is None else most}}}$"
-    return "".join(patterns)
+        least, most = limits.pop()
+        patterns.add(f"^[\\s\\S]{{{least},{'' if most is None else most}}}$")
+    return None if limits or len(patterns) > 1 else "".join(patterns)
 
 
-def _allows_strings(node: Node) -> bool:
-    return node.get("type", "string") == "string"
-
-
-def _has_limit(node: Node) -> bool:
-    return "minLength" in node or "maxLength" in node
+def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | None:
+    """Return nodes that all apply to the same values, or None if they have keywords beyond those of names."""
+    nodes: list[Node] = []
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if node is True:
+            continue
+        if not isinstance(node, Mapping) or {*node} - _NAME_WORDS or len(nodes) > 20:
+            return None
+        nodes.append(node)
+        if isinstance(parts := node.get("allOf"), list):
+            waiting.extend(parts)
+        if isinstance(name := node.get("$ref"), str):
+            waiting.append(resolve(name))
+    return nodes
 
 
 def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:

@@ -242,6 +242,8 @@ REFUSED = {
     "$.anyOf[1] has contains": {"anyOf": [INTEGER, {"contains": {"const": 1}}]},
     "$ has minProperties": OBJECT | {"minProperties": 2},
     "$ has maxProperties": OBJECT | {"properties": ABC, "maxProperties": 2},
+    "$ has propertyNames, which": {"propertyNames": {"enum": ["a"], "pattern": "b"}},
+    "$.not has propertyNames": {"not": {"not": {"propertyNames": {"$ref": "#/x"}}}},
     "$ has unevaluatedProperties": {"allOf": [OBJECT], "unevaluatedProperties": False},
     "$ has propertyNames": {"propertyNames": {"pattern": "a", "minLength": 3}},
     '$.properties["a b"] has $ref "#/$defs/x"': {"properties": {"a b": {"$ref": "#/$defs/x"}}},
