@@ -65,6 +65,11 @@ class Overlap:
         self.resolve = resolve
         self._steps = 0
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no steps are left, so that no further proof succeeds."""
+        return self._steps > _MAX_STEPS
+
     def is_empty(self, *schemas: Json) -> bool:
         """Return whether it is proved that no value satisfies all of `schemas`."""
         return self._all_empty(self.alternatives({"allOf": [*schemas]}), _MAX_DEPTH)
@@ -77,7 +82,7 @@ class Overlap:
         self._steps += 1
         if schema is False:
             return []
-        if not isinstance(schema, Mapping) or depth == 0 or self._steps > _MAX_STEPS:
+        if not isinstance(schema, Mapping) or depth == 0 or self.is_exhausted:
             return [()]
         options: list[Nodes] = [(schema,)]
         groups = [[part] for part in _list(schema, "allOf")]
@@ -109,7 +114,7 @@ class Overlap:
 
     def _is_empty(self, nodes: Nodes, depth: int) -> bool:
         self._steps += 1
-        if depth == 0 or self._steps > _MAX_STEPS:
+        if depth == 0 or self.is_exhausted:
             return False
         values = values_of(nodes)
         if values is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 from jspec.core.types import Json
-from jspec.engine.schema_limits import resolved
+from jspec.engine.schema_limits import MAX_VALUES, resolved
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
 from jspec.engine.schema_unions import disjoint_branches
@@ -44,8 +44,9 @@ def rewritten(schema: Mapping[str, Json]) -> _Dict:
     """Return a schema that llguidance enforces completely, and whose values all satisfy `schema`.
 
     Annotations, unknown keywords and unknown formats are left out, as the specification says. The two schemas have the
-    same values, with these exceptions, where the rewritten schema has fewer: branches of a ``oneOf`` that may overlap
-    need the property that ``discriminator`` names, or leave out a property that another branch requires.
+    same values, except that the rewritten schema has fewer in these cases: branches of a ``oneOf`` that may overlap
+    need the property that ``discriminator`` names, or leave out a property that another branch requires; integer bounds
+    above 2^53 move inwards; and keywords are enforced although ``$schema`` names a draft that lacks them.
 
     Args:
         schema: a JSON schema without references that lead outside it.
@@ -64,7 +65,7 @@ class _Rewriter:
         self._names: dict[str, str] = {}
         self._waiting: list[str] = []
         self._overlap = Overlap(self._target)
-        self._arrays_left = _MAX_ARRAYS
+        self._arrays_left, self._nodes_left = _MAX_ARRAYS, MAX_VALUES
         self._anchors = _anchors(root)
 
     def document(self) -> _Dict:
@@ -85,6 +86,9 @@ class _Rewriter:
         return self._node(schema, path)
 
     def _node(self, node: Node, path: str) -> _Dict:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise ValueError(f"The schema needs more than {MAX_VALUES} parts to be enforced; simplify {path}.")
         out: _Dict = {}
         more: list[Json] = []  # further schemas that the value must satisfy
         for word in node:

@@ -21,7 +21,7 @@ def disjoint_branches(node: Node, overlap: Overlap) -> list[Json] | None:
     assert isinstance(branches, list)
     rest: Json = {word: value for word, value in node.items() if word != "oneOf"}
     count = len(branches)
-    if count > _MAX_BRANCHES:
+    if count > _MAX_BRANCHES or overlap.is_exhausted:
         return None
     pairs = [(i, j) for j in range(count) for i in range(j) if not overlap.is_empty(rest, branches[i], branches[j])]
     tag = _tag(node)
