@@ -12,6 +12,7 @@ from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import GrammarPool
 from jspec.engine.schema_limits import check_regex, check_schema
+from jspec.engine.schema_rewrite import ONE_SPELLING, rewritten
 
 
 class _Backend(Protocol):
@@ -34,7 +35,7 @@ def enforceable(schema: Mapping[str, object]) -> dict[str, Json]:
         ValueError: `schema` is too large, or demands something that cannot be guaranteed.
     """
     check_schema(schema)
-    return dict(cast(Mapping[str, Json], schema))
+    return rewritten(json.loads(json.dumps(schema)))
 
 
 class Grammars:
@@ -70,7 +71,7 @@ class Grammars:
             ValueError: `schema` is not a JSON schema, demands something that cannot be guaranteed, or is too complex.
             RuntimeError: the system cannot start a process for the schema; try again later.
         """
-        return self._compiled("schema", json.dumps(enforceable(schema)))
+        return self._compiled("schema", json.dumps(enforceable(schema) | {"x-guidance": ONE_SPELLING}))
 
     def regex(self, pattern: str) -> Constraint:
         """Return a constraint that makes the whole output match `pattern`.

@@ -127,7 +127,7 @@ def _longest_chain(schema: _Node) -> int:
             longest[name] = 1 + max((longest.get(other, 0) for other in following[name]), default=0)
         elif name not in longest:
             longest[name] = 1
-            following[name] = references(_resolved(schema, name))
+            following[name] = references(resolved(schema, name))
             waiting.append((name, True))
             waiting.extend((other, False) for other in following[name] if other not in longest)
     return max(longest.values(), default=0)
@@ -160,7 +160,7 @@ def _references_of_parts() -> Callable[[Json], list[str]]:
     return references
 
 
-def _resolved(schema: Json, name: str) -> Json:
+def resolved(schema: Json, name: str) -> Json:
     """Return the part of a schema that a local reference points to, or None."""
     for key in name.partition("#")[2].split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")

@@ -10,6 +10,12 @@ from jspec.core.types import Json
 from jspec.serve.tools.call_json import Reading
 from jspec.serve.tools.call_json import ToolCall as ToolCall
 
+# Keywords that decide about properties that are not listed, or that combine schemas.
+_OPEN = {
+    *("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties"),
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class FunctionTool:
@@ -38,10 +44,14 @@ class FunctionTool:
 
     @property
     def schema(self) -> dict[str, Json]:
-        """The JSON schema of the arguments. Without parameters, it allows only ``{}``."""
-        if not self.parameters:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        """The JSON schema of the arguments.
+
+        Functions take no arguments that they do not list. A schema that says nothing of other properties and combines
+        no schemas therefore excludes them. Without parameters, only ``{}`` is allowed.
+        """
+        schema: dict[str, Json] = {"type": "object", **(self.parameters or {})}
+        is_open = _OPEN & schema.keys() or ("required" in schema and "properties" not in schema)
+        return schema if is_open else {"properties": {}, **schema, "additionalProperties": False}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import cast
 
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
+from jspec.engine.schema_rewrite import ONE_SPELLING
 from jspec.serve.tools.tool_format import FunctionTool, ToolFormat
 
-_SPACED: dict[str, Json] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_COMPACT: dict[str, Json] = {"whitespace_flexible": False}  # as `Grammars.json_schema` writes answers
+_COMPACT: dict[str, Json] = {"whitespace_flexible": False, **ONE_SPELLING}  # as `Grammars.json_schema` writes answers
+_SPACED: dict[str, Json] = {**_COMPACT, "item_separator": ", ", "key_separator": ": "}
 # The parts of a call's JSON that llguidance writes separately.
 _LEXEMES = re.compile(r'"[^"]*"|[:,] |[^][{}":,]+|.', re.DOTALL)
 

@@ -254,5 +254,13 @@ def test_missing_parameters_allow_no_arguments(parameters):
     assert FunctionTool("f", "", parameters, False).schema == nothing
 
 
+def test_arguments_have_only_listed_properties_unless_the_schema_allows_others():
+    closed = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
+    assert FunctionTool("f", "", {"properties": {"a": {}}}, False).schema == closed
+    for more in ({"additionalProperties": True}, {"patternProperties": {"^x": {}}}, {"anyOf": [{"required": ["b"]}]}):
+        schema = {"type": "object", "properties": {"a": {}}, **more}
+        assert FunctionTool("f", "", schema, False).schema == schema
+
+
 def test_parameters_without_type_are_an_object():
     assert FunctionTool("f", "", {"required": ["a"]}, False).schema == {"type": "object", "required": ["a"]}

@@ -1,0 +1,181 @@
+"""Rewrites of single keywords: numbers, counts of properties, names of properties and distinct items."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+
+from jspec.core.types import Json
+from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
+
+MAX_COMBINATIONS = 100
+_NAME_WORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
+_EXACT = 2**53  # llguidance reads numbers as float64
+_LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
+NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
+_NOT_ARRAYS: Json = {"type": ["null", "boolean", "number", "string", "object"]}
+
+
+def whole(value: Json) -> Json:
+    """Return a number such as 3.0 as an integer, and any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def inner_bound(word: str, value: Json) -> Json:
+    """Return a bound of numbers. Move an integer inwards to the nearest one that llguidance can read exactly."""
+    if not isinstance(value, int) or abs(value) <= _EXACT:
+        return value
+    is_above = word in ("maximum", "exclusiveMaximum")
+    inner = min(value, _LARGEST) if is_above else max(value, -_LARGEST)
+    rounded = float(inner)
+    if (rounded > inner and is_above) or (rounded < inner and not is_above):
+        rounded = math.nextafter(rounded, -math.inf if is_above else math.inf)
+    return int(rounded)
+
+
+def check_literal(value: Json, path: str) -> None:
+    """Check that a value of const or enum can be written exactly.
+
+    Raises:
+        ValueError: an integer needs more than 53 bits, or a string has a control character without a short escape.
+    """
+    if isinstance(value, int) and abs(value) > _EXACT:
+        raise ValueError(f"{path} has the integer {str(value)[:40]}; expected at most 2^53; use a string instead.")
+    if isinstance(value, str) and any((c < " " and c not in "\b\f\n\r\t") or c == "\x7f" for c in value):
+        raise ValueError(f"{path} has a string with a control character, which cannot be written; leave it out.")
+    if isinstance(value, Mapping):
+        for item in value.values():
+            check_literal(item, path)
+    elif isinstance(value, list):
+        for item in value:
+            check_literal(item, path)
+
+
+def at_least(node: Node) -> Json:
+    """Return what enforces minProperties: alternatives, the number itself, or None if nothing does.
+
+    Names beyond ``properties`` may repeat in the output, and then count only once. An empty list means that the number
+    demands nothing.
+    """
+    least, needed = whole(node["minProperties"]), required([node])
+    if not isinstance(least, int):
+        return least
+    optional, missing = _optional(node, needed), least - len(needed)
+    if missing <= 0:
+        return []
+    if missing > 1 and not _is_closed(node):
+        return None
+    if not optional or missing > len(optional):
+        return least
+    sets = _combinations(optional, missing)
+    if sets is None:
+        return None
+    none: Json = {"properties": dict.fromkeys(optional, False), "minProperties": least}
+    return [NOT_OBJECTS, *({"required": [*names]} for names in sets), *([] if _is_closed(node) else [none])]
+
+
+def at_most(node: Node) -> Json:
+    """Return what enforces maxProperties: alternatives, the number itself, or None if nothing does.
+
+    An empty list means that the number demands nothing.
+    """
+    most, needed = whole(node["maxProperties"]), required([node])
+    optional = _optional(node, needed)
+    if not isinstance(most, int) or not optional or most < len(needed):
+        return most
+    room, is_closed = most - len(needed), _is_closed(node)
+    if is_closed and room >= len(optional):
+        return []
+    sets = _combinations(optional, room) if is_closed or room == 0 else None
+    if sets is None:
+        return None
+    absent = [dict.fromkeys((name for name in optional if name not in some), False) for some in sets]
+    return [{"properties": names} | ({} if is_closed else {"maxProperties": most}) for names in absent]
+
+
+def _optional(node: Node, needed: Mapping[str, None]) -> list[str]:
+    given = node.get("properties")
+    return [n for n, s in given.items() if n not in needed and s is not False] if isinstance(given, Mapping) else []
+
+
+def _is_closed(node: Node) -> bool:
+    return node.get("additionalProperties") is False and not node.get("patternProperties")
+
+
+def _combinations(names: Sequence[str], count: int) -> list[tuple[str, ...]] | None:
+    return [*combinations(names, count)] if math.comb(len(names), count) <= MAX_COMBINATIONS else None
+
+
+def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | str | None:
+    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is known.
+
+    The pattern of all strings is empty.
+    """
+    nodes = _conjuncts(schema, resolve)
+    if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
+        return None
+    patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
+    limits = {(whole(node.get("minLength", 0)), whole(node.get("maxLength"))) for node in nodes}
+    limits.discard((0, None))
+    if any("enum" in node or "const" in node for node in nodes):
+        return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
+    if limits:
+        least, most = limits.pop()
+        patterns.add(f"^[\\s\\S]{{{least},{'' if most is None else most}}}$")
+    return None if limits or len(patterns) > 1 else "".join(patterns)
+
+
+def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | None:
+    """Return nodes that all apply to the same values, or None if they have keywords beyond those of names."""
+    nodes: list[Node] = []
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if node is True:
+            continue
+        if not isinstance(node, Mapping) or {*node} - _NAME_WORDS or len(nodes) > 20:
+            return None
+        nodes.append(node)
+        if isinstance(parts := node.get("allOf"), list):
+            waiting.extend(parts)
+        if isinstance(name := node.get("$ref"), str):
+            waiting.append(resolve(name))
+    return nodes
+
+
+def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
+    """Return what enforces uniqueItems: alternatives, or None if there would be more than `most_arrays`.
+
+    An empty list means that the keyword demands nothing.
+    """
+    most = whole(node.get("maxItems"))
+    items = node.get("items", True)
+    first = items if isinstance(items, list) else node.get("prefixItems", [])
+    rest = node.get("additionalItems", True) if isinstance(items, list) else items
+    assert isinstance(first, list)
+    limit = min(most if isinstance(most, int) else math.inf, len(first) if rest is False else math.inf)
+    if limit <= 1 or "array" not in overlap.types(node):
+        return []
+    least = whole(node.get("minItems", 0))
+    values = [overlap.finite_values(schema) for schema in [*first, rest][: int(min(limit, len(first) + 1))]]
+    if any(some is None for some in values) or not isinstance(least, int):
+        return None
+    arrays: list[Json] = []
+    waiting: list[list[Json]] = [[]]
+    seen = 0
+    while waiting:
+        array = waiting.pop()
+        seen += 1
+        if len(arrays) >= most_arrays or seen > 4 * most_arrays:
+            return None
+        if len(array) >= least:
+            arrays.append(_exactly(array))
+        if len(array) < limit:
+            keys = {value_key(value) for value in array}
+            some = values[min(len(array), len(values) - 1)] or []
+            waiting.extend([*array, value] for value in some if value_key(value) not in keys)
+    return [_NOT_ARRAYS, *arrays]
+
+
+def _exactly(array: Sequence[Json]) -> Json:
+    count, items = len(array), [{"const": value} for value in array]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": count, "maxItems": count}
