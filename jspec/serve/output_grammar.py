@@ -58,7 +58,7 @@ def _calls(served: Served, body: ChatBody) -> Demand:
             )
         answer = body.response_format.schema_of_output
     tools = {i: tool.plain() for i, tool in enumerate(body.tools) if tool in body.callable_tools}
-    is_parallel = body.parallel_tool_calls and body.tool_choice.mode != "named"
+    is_parallel = _may_be_parallel(served, body)
     write = functools.partial(
         grammar,
         call_format(served, body),
@@ -68,6 +68,16 @@ def _calls(served: Served, body: ChatBody) -> Demand:
     )
     key = json.dumps([body.must_call, is_parallel, answer, [dataclasses.astuple(tool) for tool in tools.values()]])
     return Demand("tools", f"calls {key}", lambda grammars: _compile(grammars, write, tools, answer))
+
+
+def _may_be_parallel(served: Served, body: ChatBody) -> bool:
+    """Return whether the output may have several calls.
+
+    Models that were not trained to call functions do not know when to stop, so they make several calls only on request.
+    """
+    if body.tool_choice.mode == "named" or "parallel_tool_calls" in body.model_fields_set or not body.must_call:
+        return body.parallel_tool_calls and body.tool_choice.mode != "named"
+    return served.tool_support is not None and served.tool_support.is_native
 
 
 def _compile(

@@ -10,6 +10,7 @@ from jspec.core.types import Json
 from jspec.engine.schema_rewrite import ONE_SPELLING
 from jspec.serve.tools.tool_format import FunctionTool, ToolFormat
 
+MOST_CALLS = 16
 _COMPACT: dict[str, Json] = {"whitespace_flexible": False, **ONE_SPELLING}  # as `Grammars.json_schema` writes answers
 _SPACED: dict[str, Json] = {**_COMPACT, "item_separator": ", ", "key_separator": ": "}
 # The parts of a call's JSON that llguidance writes separately.
@@ -45,7 +46,7 @@ def grammar(
         tokens: the ids of the markers that are tokens of their own, from `marker_ids`. Other markers are ordinary text.
         is_required: whether the output consists of calls. Otherwise, it may also be text, or text and then calls. If
             calls have no marker, no text precedes them.
-        is_parallel: whether there may be several calls.
+        is_parallel: whether there may be several calls, up to `MOST_CALLS`.
         answer: the JSON schema of an output without calls; None for free text. With a schema, no text precedes calls.
     """
     writer = _Writer(format, tokens, splits_json=answer is not None and not is_required)
@@ -90,7 +91,7 @@ class _Writer:
     def calls(self, names: Sequence[str], is_parallel: bool) -> list[str]:
         """Return the rules for one or more calls."""
         notation, optional = self._format.notation, self._format.optional_opening
-        more = f"({self._literal(notation.between)} call)*" if is_parallel else ""
+        more = f"({self._literal(notation.between)} call){{0,{MOST_CALLS - 1}}}" if is_parallel else ""
         before = f"{self._literal(optional)}?" if optional in self._tokens else ""
         first = (notation.opening + notation.before_name).removeprefix(self._marker)
         return [
