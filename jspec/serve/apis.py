@@ -8,7 +8,7 @@ from jspec.core.types import Json
 from jspec.serve.chat_schemas import ChatBody
 from jspec.serve.fields import ModelBody
 from jspec.serve.job import Job
-from jspec.serve.responses import Answer
+from jspec.serve.answers import Answer
 from jspec.serve.schemas import Body, CompletionBody
 from jspec.serve.sse import StreamedAnswer
 

@@ -1,4 +1,4 @@
-"""Responses to clients: choices as JSON, either whole or in chunks. A chunk is a part of the whole response."""
+"""Completions and chats as JSON, either whole or in chunks. A chunk is a part of the whole response."""
 
 import bisect
 import itertools
