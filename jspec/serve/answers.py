@@ -18,6 +18,7 @@ from jspec.serve.errors import Refusal
 from jspec.serve.job import Job
 from jspec.serve.parts import CallPart, Cursor, Part
 from jspec.serve.schemas import StreamOptions
+from jspec.serve.token_text import Names
 
 _LEAST = -9999.0  # represents minus infinity, as in other servers
 
@@ -167,18 +168,22 @@ class Answer:
     def _chat_logprobs(self, part: Part) -> dict[str, Json] | None:
         if self._parsed.top is None:
             return None
-        result = part.choice.result
-        tops = _tops(result.top_logprobs, part)
-        content = [
-            self._entry(token, value) | {"top_logprobs": [self._entry(*one) for one in top[: self._parsed.top]]}
-            for token, value, top in zip(
-                result.tokens[part.tokens], result.raw_logprobs[part.tokens], tops, strict=True
-            )
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(self._names, part, self._parsed.top), "refusal": None}
 
-    def _entry(self, token: int, value: float) -> dict[str, Json]:
-        return {"token": self._names.text(token), "logprob": _number(value), "bytes": self._names.utf8(token)}
+
+def token_logprobs(names: Names, part: Part, top: int) -> list[dict[str, Json]]:
+    """Return the log-probability of each token in the part, and those of the `top` most likely tokens."""
+
+    def entry(token: int, value: float) -> dict[str, Json]:
+        return {"token": names.text(token), "logprob": _number(value), "bytes": names.utf8(token)}
+
+    result = part.choice.result
+    return [
+        entry(token, value) | {"top_logprobs": [entry(*one) for one in most_likely[:top]]}
+        for token, value, most_likely in zip(
+            result.tokens[part.tokens], result.raw_logprobs[part.tokens], _tops(result.top_logprobs, part), strict=True
+        )
+    ]
 
 
 def _reason(choice: Choice) -> str | None:

@@ -1,4 +1,4 @@
-"""Request body schemas: the fields that completions and chats share, and those of completions."""
+"""Request body schemas: the fields that all APIs share, those of completions and chats, and those of completions."""
 
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
@@ -81,20 +81,13 @@ class ResponseFormat(Strict):
         return self.json_schema.held if self.json_schema else {"type": "object"}
 
 
-class Body(ModelBody):
-    """The fields common to completion and chat requests."""
+class DecodingBody(ModelBody):
+    """The fields common to all requests for text: how tokens are sampled, and where the output ends."""
 
-    ignored = frozenset(
-        {
-            *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-            *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"),
-        }
-    )
     meaningless = MappingProxyType(
         {"stop": ("",), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)}
     )
 
-    max_tokens: Whole | None = Field(None, ge=0, le=MOST)
     temperature: float | None = Field(None, ge=0, le=100)  # None, here and below, means the model's own default
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: Whole | None = Field(None, ge=-1, le=MOST)
@@ -104,7 +97,6 @@ class Body(ModelBody):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict[str, float])
     seed: Whole | None = Field(None, ge=-(2**63), le=2**64 - 1)
-    n: Whole = Field(1, ge=1, le=128)
     stop: Annotated[list[Annotated[str, Field(max_length=1000)]], BeforeValidator(_texts), Field(max_length=16)] = (
         Field(default_factory=list[str])
     )
@@ -112,12 +104,26 @@ class Body(ModelBody):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Whole = Field(0, ge=0, le=MOST)
-    response_format: ResponseFormat | None = None
     stream: bool = False
+    cache_salt: str = Field("", max_length=256)
+
+
+class Body(DecodingBody):
+    """The fields common to completion and chat requests."""
+
+    ignored = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+            *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"),
+        }
+    )
+
+    max_tokens: Whole | None = Field(None, ge=0, le=MOST)
+    n: Whole = Field(1, ge=1, le=128)
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_origins: bool = False
-    cache_salt: str = Field("", max_length=256)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -61,10 +61,12 @@ class Reply:
     Attributes:
         content: the text outside calls.
         calls: the calls. Only the last one may be incomplete.
+        before: the length of the content before each call.
     """
 
     content: str
     calls: tuple[ToolCall, ...]
+    before: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +140,18 @@ class ToolFormat(abc.ABC):
             names: the names of the functions that may be called.
             is_whole: whether the text has ended. An incomplete call then keeps its incomplete arguments.
         """
-        pieces, calls, at, visible = list[str](), list[ToolCall](), 0, len(text)
+        content, calls, before, at, visible = "", list[ToolCall](), list[int](), 0, len(text)
         while (span := self.next_call(text, at, names)) is not None:
             if span.call is None:
                 visible = len(text) if is_whole else span.start
                 break
-            pieces.append(text[at : span.start])
+            piece = text[at : span.start].rstrip()
+            content = _joined(content, piece.lstrip() if calls else piece)
             calls.append(span.call)
+            before.append(len(content))
             at = span.end
         rest = text[at:visible] if is_whole else text[at:visible].rstrip()
-        return Reply(_joined(pieces, rest), tuple(calls))
+        return Reply(_joined(content, rest.lstrip() if calls else rest), tuple(calls), tuple(before))
 
     @abc.abstractmethod
     def next_call(self, text: str, at: int, names: Collection[str]) -> CallSpan | None:
@@ -189,9 +193,6 @@ def next_marked(
     return None
 
 
-def _joined(pieces: Sequence[str], rest: str) -> str:
-    """Return the pieces of content, of which all but `rest` have a call after them."""
-    if not pieces:
-        return rest
-    first, *others = pieces
-    return "\n".join(filter(None, (first.rstrip(), *(piece.strip() for piece in others), rest.lstrip())))
+def _joined(content: str, piece: str) -> str:
+    """Return content and another piece of it, which had a call before it if there is any content."""
+    return "\n".join(filter(None, (content, piece)))
