@@ -2,15 +2,20 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from jspec.core.types import Json
+from jspec.serve.answers import Answer
 from jspec.serve.chat_schemas import ChatBody
+from jspec.serve.errors import Refusal
 from jspec.serve.fields import ModelBody
 from jspec.serve.job import Job
-from jspec.serve.answers import Answer
+from jspec.serve.response_items import ResponsesAnswer
+from jspec.serve.responses_schemas import ResponsesBody, as_chat, renamed
 from jspec.serve.schemas import Body, CompletionBody
 from jspec.serve.sse import StreamedAnswer
+
+_T = TypeVar("_T")
 
 
 class AnyAnswer(StreamedAnswer, Protocol):
@@ -29,15 +34,17 @@ class Api:
         kind: the schema of request bodies.
         as_body: a function that converts a request body to one that can be decoded.
         answer: a function that returns the response of a job, given the job and the request body.
+        renamed: a function that converts a refusal of the converted body to one that names the fields of this API.
     """
 
     kind: type[ModelBody]
     as_body: Callable[[Any], Body]
     answer: Callable[[Job, Any], AnyAnswer]
+    renamed: Callable[[Refusal], Refusal]
 
 
-def _same(body: Body) -> Body:
-    return body
+def _same(value: _T) -> _T:
+    return value
 
 
 def _answer(job: Job, body: Body) -> Answer:
@@ -45,6 +52,7 @@ def _answer(job: Job, body: Body) -> Answer:
 
 
 APIS = {
-    "/v1/completions": Api(CompletionBody, _same, _answer),
-    "/v1/chat/completions": Api(ChatBody, _same, _answer),
+    "/v1/completions": Api(CompletionBody, _same, _answer, _same),
+    "/v1/chat/completions": Api(ChatBody, _same, _answer, _same),
+    "/v1/responses": Api(ResponsesBody, as_chat, ResponsesAnswer, renamed),
 }

@@ -129,6 +129,7 @@ class Server:
             *(Route(path, self._answering(api), methods=["POST"]) for path, api in APIS.items()),
             *(Route(path, self._converting(one), methods=["POST"]) for path, one in CONVERSIONS.items()),
             Route("/v1/embeddings", _no_embeddings, methods=["GET", "POST"]),
+            Route("/v1/responses/{name:path}", _no_response, methods=["GET", "POST", "DELETE"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -150,25 +151,32 @@ class Server:
     def _answering(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             given = await self._read(request, api.kind)
-            body = api.as_body(given)
-            with contextlib.ExitStack() as ends:
-                job = self._enter(body)
-                ends.callback(job.delivered)
-                ends.callback(job.close)
-                constraint = await self._constraint(request, job, body)
-                with self._reading.beat():
-                    await job.begin(body, constraint, self._one_at_a_time)
-                answer = api.answer(job, given)
-                if body.stream:
-                    ends.pop_all()  # the stream runs these callbacks when it ends
-                    return Stream(job, answer)
-                await _unless_gone(request, job.done())
-                whole = await to_thread.run_sync(answer.whole)  # an echo may be large
-                job.close()
-                ends.pop_all()  # `Whole` marks the answer as delivered once it is sent
-                return Whole(job, whole)
+            with self._reading.beat():  # the body may be large
+                body = await to_thread.run_sync(api.as_body, given, limiter=self._two_at_a_time)
+            try:
+                return await self._answer(request, api, given, body)
+            except Refusal as refusal:
+                raise api.renamed(refusal) from None
 
         return answer
+
+    async def _answer(self, request: Request, api: Api, given: ModelBody, body: Body) -> Response:
+        with contextlib.ExitStack() as ends:
+            job = self._enter(body)
+            ends.callback(job.delivered)
+            ends.callback(job.close)
+            constraint = await self._constraint(request, job, body)
+            with self._reading.beat():
+                await job.begin(body, constraint, self._one_at_a_time)
+            answer = api.answer(job, given)
+            if body.stream:
+                ends.pop_all()  # the stream runs these callbacks when it ends
+                return Stream(job, answer)
+            await _unless_gone(request, job.done())
+            whole = await to_thread.run_sync(answer.whole)  # an echo may be large
+            job.close()
+            ends.pop_all()  # `Whole` marks the answer as delivered once it is sent
+            return Whole(job, whole)
 
     def _converting(self, conversion: Conversion) -> Callable[[Request], Awaitable[Response]]:
 
@@ -296,6 +304,10 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) ->
 
 async def _no_embeddings(request: Request) -> Response:
     raise Refusal(404, "This server generates text and has no embeddings; send the request to an embedding server.")
+
+
+async def _no_response(request: Request) -> Response:
+    raise Refusal(404, "This server keeps no responses; send the whole conversation to /v1/responses as input.")
 
 
 def _no_model(name: str, served: str) -> Refusal:

@@ -47,13 +47,14 @@ def _check_sizes(fields: dict[str, Json]) -> None:
     def of(value: Json, most: int = MOST_MESSAGES) -> list[dict[str, Json]]:
         return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
 
-    messages = of(fields.get("messages"))
-    parts = [part for one in messages for part in of(one.get("content"), MOST_PARTS)]
+    messages = of(fields.get("messages")) + of(fields.get("input"))
+    parts = [part for one in messages for name in ("content", "output") for part in of(one.get(name), MOST_PARTS)]
     parts += [call for one in messages for call in of(one.get("tool_calls"), MOST_TOOLS)]
     tools = of(fields.get("tools"), MOST_TOOLS)
     parts += of([part.get("function") for part in (*parts, *tools)], MOST_MESSAGES * MOST_PARTS)
-    others = of([fields.get(name) for name in ("response_format", "stream_options", "chat_template_kwargs")])
-    schemas = of([one.get("json_schema") for one in others])
+    names = ("response_format", "stream_options", "chat_template_kwargs", "text", "tool_choice", "metadata")
+    others = of([fields.get(name) for name in names])
+    schemas = of([one.get(name) for one in others for name in ("json_schema", "format")])
     most = max(map(len, (fields, *messages, *tools, *parts, *others, *schemas)))
     if most > _MOST_FIELDS:
         raise wrong(f"An object in the body has {most} fields; expected at most {_MOST_FIELDS}.")
@@ -90,11 +91,13 @@ def _expected(kind: str, message: str) -> str:
 
 
 def _place(path: tuple[int | str, ...]) -> str:
-    """Join the parts of a path, as in ``messages[0].content``. Union alternatives add no name."""
+    """Join the parts of a path, as in ``messages[0].content``. Union alternatives, such as "<message>", add no name."""
     text = ""
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
+        elif text.endswith("]") and part.startswith("<"):
+            continue
         elif part != "str" and not part.startswith("list["):
             text += f".{part}" if text else part
     return text
