@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 from common import NAME, Report, pair
-from openapi import document
+from openapi import ROUTES, document
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
@@ -24,7 +24,7 @@ def main() -> None:
         file = Path(folder) / "openapi.json"
         file.write_text(json.dumps(document(NAME)))
         command = [options.schemathesis, "run", str(file), "--url", url, "--checks", CHECKS, "--workers", "4"]
-        command += ["--max-examples", f"{options.cases // 2}", "--phases", "coverage,fuzzing", "--seed", "1"]
+        command += ["--max-examples", f"{options.cases // len(ROUTES)}", "--phases", "coverage,fuzzing", "--seed", "1"]
         command += ["--continue-on-failure", "--no-color"]
         said = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         health = httpx.get(f"{url}/health", timeout=60).status_code

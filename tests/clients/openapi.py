@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from jspec.serve.chat_schemas import ChatBody
-from jspec.serve.schemas import CompletionBody
+from jspec.serve.apis import APIS
+from jspec.serve.conversions import CONVERSIONS
 
-ROUTES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+ROUTES = {path: route.kind for path, route in (APIS | CONVERSIONS).items()}
 ERROR = {
     "type": "object",
     "required": ["error"],

@@ -63,7 +63,7 @@ def test_bad_bodies_are_rejected(client, server, report):
         assert answer.status_code == 400, (path, body[:200], answer.text)
         error = refused(answer, 400)
         if name is not None and name.isascii():
-            assert name in error["message"] or name in ("prompt", "messages"), (body[:200], error)
+            assert name in error["message"] or name in ("prompt", "messages", "input"), (body[:200], error)
             assert (error["param"] or name).startswith(name), (body[:200], error)
         assert server.open == 0
     report(bodies=len(cases))

@@ -6,6 +6,7 @@ from support import servers
 
 TEXT = {"model": servers.NAME, "prompt": "the"}
 CHAT = {"model": servers.NAME, "messages": [{"role": "user", "content": "x"}]}
+INPUT = {"model": servers.NAME, "input": "x"}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -102,6 +103,71 @@ OF_CHATS = {
     "prompt": ["x"],
     "chat_template": ["x"],
 }
+FLAT_TOOL = {"type": "function", "name": "f", "strict": False}
+FLAT_CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "x"}
+OF_RESPONSES = {
+    "input": [
+        *([], 1, {}, [1], ["x"], [{}], [[]], [{"role": "user"}], [{"content": "x"}], "x" * 500),
+        [{"role": 1, "content": "x"}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": [1]}],
+        [{"role": "user", "content": None}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}],
+        [{"role": "user", "content": "x", "tool_calls": []}],
+        [{"role": "user", "content": "x", "type": "owl"}],
+        [{"role": "user", "content": "x", "type": 1}],
+        [{"role": "user", "content": "x", "type": ["message"]}],
+        [{"type": "item_reference", "id": "msg_1"}],
+        [{"type": "web_search_call", "id": "ws_1"}],
+        [{"type": "reasoning", "id": "rs_1", "summary": []}],
+        [OUTPUT],
+        [FLAT_CALL, OUTPUT | {"call_id": "b"}],
+        [FLAT_CALL, OUTPUT | {"output": {}}],
+        [FLAT_CALL | {"arguments": "{"}],
+        [FLAT_CALL | {"arguments": {}}],
+        [FLAT_CALL | {"call_id": None}],
+        [{"role": "user", "content": "\ud800"}],
+    ],
+    "instructions": [1, ["x"]],
+    "max_output_tokens": [0, -1, "1", 1.5, HUGE],
+    "min_tokens": ["1", -1, 128],
+    "tools": [
+        *([{"type": "function"}], {}, [1], [{"type": "web_search"}], [FLAT_TOOL, FLAT_TOOL], [FLAT_TOOL] * 129),
+        *([TOOL], [{"type": "custom", "name": "f"}], [FLAT_TOOL | {"name": "a b"}], [FLAT_TOOL | {"other": 1}]),
+        [FLAT_TOOL | {"parameters": {"type": "string"}}],
+        [FLAT_TOOL | {"strict": "yes"}],
+        [FLAT_TOOL | {"description": "x" * 10_000}],
+    ],
+    "tool_choice": [
+        *("required", "any", 1, {}, {"type": "function"}, {"type": "function", "name": "g"}, {"type": "web_search"}),
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ],
+    "parallel_tool_calls": ["yes"],
+    "text": [
+        *(1, "text", {"other": 1}, {"format": "json"}, {"format": {}}, {"format": {"type": "owl"}}),
+        {"format": {"type": "json_schema", "name": "x"}},
+        {"format": {"type": "json_object", "schema": {}}},
+        {"format": {"type": "json_schema", "name": "x", "schema": {"type": "owl"}}},
+        {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "http://x/y"}}},
+    ],
+    "include": ["x", ["owl"], [1]],
+    "top_logprobs": [-1, 21, True, 2],
+    "metadata": [1, {"a": 1}, {str(i): "x" for i in range(17)}],
+    "stream_options": [1, {"other": True}],
+    "previous_response_id": ["resp_1"],
+    "conversation": ["conv_1", {"id": "conv_1"}],
+    "prompt": ["x", {"id": "pmpt_1"}],
+    "background": [True, 1],
+    "truncation": ["auto"],
+    "messages": [[{"role": "user", "content": "x"}]],
+    "max_tokens": [4],
+    "n": [1, 2],
+    "response_format": [{"type": "json_object"}],
+}
+# Fields that this API has not, or has with other values.
+NOT_OF_RESPONSES = ("max_tokens", "n", "min_tokens", "stream_options", "return_token_ids", "response_format")
 TOGETHER = [
     {"max_tokens": 0},
     {"max_tokens": 5, "min_tokens": 6},
@@ -134,16 +200,22 @@ RAW = [
 
 def bodies():
     """Yield the path, the text and the invalid field, or None, of each body."""
-    for path, usual, own in (("completions", TEXT, OF_TEXTS), ("chat/completions", CHAT, OF_CHATS)):
-        tables = NUMBERS, own
+    numbers = {name: values for name, values in NUMBERS.items() if name not in NOT_OF_RESPONSES}
+    apis = {
+        "completions": (TEXT, NUMBERS, OF_TEXTS, "prompt"),
+        "chat/completions": (CHAT, NUMBERS, OF_CHATS, "messages"),
+        "responses": (INPUT, numbers, OF_RESPONSES, "input"),
+    }
+    for path, (usual, *tables, needed) in apis.items():
         for name, value in ((name, value) for table in tables for name, values in table.items() for value in values):
             if (path, name, value) != ("chat/completions", "min_tokens", 17):  # chats have no limit of 16
                 yield path, json.dumps(usual | {name: value}).encode(), name
         yield path, json.dumps(usual | {"unheard_of": 1}).encode(), "unheard_of"
         long = [1] * 200_000
         for messages in (long, [{"role": "user", "content": long}], [{str(i): 1 for i in range(70_000)}]):
-            yield path, json.dumps(CHAT | {"messages": messages}).encode(), None
+            name = "input" if path == "responses" else "messages"
+            yield path, json.dumps(usual | {name: messages}).encode(), None
         yield path, json.dumps({}).encode(), "model"
-        yield path, json.dumps({"model": servers.NAME}).encode(), "messages" if "chat" in path else "prompt"
+        yield path, json.dumps({"model": servers.NAME}).encode(), needed
     yield from (("completions", json.dumps(TEXT | fields).encode(), None) for fields in TOGETHER)
     yield from (("completions", raw, None) for raw in RAW)
