@@ -362,7 +362,11 @@ def test_functions_are_strict_by_default():
         ({"input": [*HELLO, CALL, RESULT | {"call_id": "b"}]}, "input[2] is the output of the call 'b', but no "),
         ({"tools": [{"type": "web_search"}]}, "tools[0] has the type 'web_search', but this server calls no tools "),
         ({"tools": [*TOOLS, *TOOLS]}, "tools has two functions named 'f'; give each function its own name."),
-        ({"tools": TOOLS, "min_tokens": 2, "tool_choice": "required"}, "the calls determine where the output ends; "),
+        (
+            {"tools": TOOLS, "ignore_eos": True, "tool_choice": "required"},
+            "the calls determine where the output ends; ",
+        ),
+        ({"input": [CALL] * 129}, "a series of calls in input should have at most 128 items, not 129."),
         ({"min_tokens": 13}, "min_tokens is greater than max_output_tokens; reduce min_tokens."),
         ({"max_tokens": 4}, "max_tokens is not a field that this server supports; omit this field."),
         ({"top_logprobs": 2}, "top_logprobs requires 'message.output_text.logprobs' in include; add this value."),
@@ -373,3 +377,4 @@ def test_errors_name_the_fields_of_this_api(fields, sentence):
     with pytest.raises(Refusal) as caught:
         as_chat(understood(ResponsesBody, body(**fields)))
     assert caught.value.message.startswith(sentence)
+    assert (caught.value.param or "").startswith(tuple(fields))

@@ -1,0 +1,151 @@
+"""The items of a conversation in the Responses API, and the messages of a chat that they become."""
+
+import json
+import reprlib
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+
+from jspec.core.types import Json
+from jspec.serve.fields import MOST_PARTS, Strict, complaint
+
+STATELESS = "it keeps no responses: send the whole conversation as input"
+
+
+def _texts(value: Json) -> Json:
+    """Convert a string to a list of parts, and the reason why an assistant refused to answer to its text."""
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if isinstance(value, list):
+        return [_as_text(part) if isinstance(part, dict) else part for part in value]
+    return value
+
+
+def _as_text(part: dict[str, Json]) -> dict[str, Json]:
+    if part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
+        return {"type": "output_text", "text": part["refusal"]}
+    return part
+
+
+class TextPart(Strict):
+    """A part of a message, or of a function's output."""
+
+    ignored = frozenset({"annotations", "logprobs"})
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+_Texts = Annotated[list[TextPart], FailFast(), BeforeValidator(_texts), Field(max_length=MOST_PARTS)]
+
+
+class InputMessage(Strict):
+    """A message of the conversation."""
+
+    ignored = frozenset({"id", "status", "phase", "name"})
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Texts
+
+    def plain(self) -> dict[str, Json]:
+        """Return the message in the form of a chat."""
+        return {"role": self.role, "content": _joined(self.content)}
+
+
+class FunctionCall(Strict):
+    """A call that the model has made."""
+
+    ignored = frozenset({"id", "status"})
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def _has_arguments(self) -> Self:
+        try:
+            arguments: object = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise complaint("{place}.arguments must be the text of a JSON object, such as '{}'")
+        return self
+
+    def plain(self) -> dict[str, Json]:
+        """Return the call in the form of a chat."""
+        return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class FunctionCallOutput(Strict):
+    """The result of a call."""
+
+    ignored = frozenset({"id", "status"})
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+
+    def plain(self) -> dict[str, Json]:
+        """Return the result as a message of a chat."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
+
+
+class Reasoning(Strict):
+    """The reasoning of another model, which no chat template can render. It is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _known_item(value: Json) -> Json:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is None or kind in _KINDS:
+        return value
+    if kind == "item_reference":
+        raise complaint(f"{{place}} is an item_reference, which is not supported by this server; {STATELESS}")
+    raise complaint(f"{{place}} has the type {reprlib.repr(kind)}; expected one of the types {', '.join(_KINDS)}")
+
+
+def _tag(value: Json | Strict) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'message'}>"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")],
+    Discriminator(_tag),
+    BeforeValidator(_known_item),
+]
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Json]]:
+    """Return the messages of a chat. A call belongs to the assistant message before it, as the model wrote both."""
+    messages: list[dict[str, Json]] = []
+    for item in items:
+        if isinstance(item, FunctionCall):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1] = _with_call(messages[-1], item)
+        elif not isinstance(item, Reasoning):
+            messages.append(item.plain())
+    return messages
+
+
+def _with_call(message: dict[str, Json], call: FunctionCall) -> dict[str, Json]:
+    calls = message.get("tool_calls", [])
+    assert isinstance(calls, list)
+    return message | {"tool_calls": [*calls, call.plain()]}
+
+
+def _joined(parts: Sequence[TextPart]) -> str:
+    return "".join(part.text for part in parts)
