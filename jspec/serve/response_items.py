@@ -53,7 +53,7 @@ class ResponsesAnswer:
     def __init__(self, job: Job, body: ResponsesBody):
         self._job, self._body = job, body
         (self._choice,) = job.choices
-        self._cursor = Cursor(self._choice, body.lists_logprobs)
+        self._cursor = Cursor(self._choice, body.lists_logprobs, begins_early=True)
         self._id, self._ids = _new_id("resp"), list[dict[str, str]]()
         self._numbers = itertools.count()
         self._opened, self._sent = 0, 0  # the number of items that have begun, and the characters sent of the last one
