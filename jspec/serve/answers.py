@@ -187,8 +187,9 @@ def token_logprobs(names: Names, part: Part, top: int) -> list[dict[str, Json]]:
 
 
 def _reason(choice: Choice) -> str | None:
-    """Return the finish reason. A choice that ends with calls has stopped because of them."""
-    return "tool_calls" if choice.finish_reason == "stop" and choice.reply.calls else choice.finish_reason
+    """Return the finish reason: "tool_calls" if there are calls, and nothing has cut off the last one."""
+    calls = choice.reply.calls
+    return "tool_calls" if choice.finish_reason == "stop" and calls and calls[-1].is_whole else choice.finish_reason
 
 
 def _plain_choice(index: int, **fields: Json) -> dict[str, Json]:

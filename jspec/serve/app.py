@@ -94,12 +94,13 @@ class Server:
         self.room = engine.device.sizes.slots + max_waiting
         self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
+        self._conversions = CapacityLimiter(1)
         self.open, self._unread, self.is_draining = 0, 0, False
         self._reading = Heartbeat()  # measures how long requests take to be parsed and queued
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
         app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
-        self.app = Guard(WithoutSlash(app), access, api_key is not None)
+        self.app = WithoutSlash(Guard(app, access, api_key is not None))
 
     def warm_up(self) -> None:
         """Serve one request, so that the first client does not wait for programs that compile on first use.
@@ -179,19 +180,19 @@ class Server:
             return Whole(job, whole)
 
     def _converting(self, conversion: Conversion) -> Callable[[Request], Awaitable[Response]]:
-
         async def answer(request: Request) -> Response:
             body = await self._read(request, conversion.kind)
-            with self._reading.beat():
-                converted = await to_thread.run_sync(
-                    conversion.convert, self._served, body, limiter=self._one_at_a_time
-                )
-            return Pieces(converted)
+            if self.is_draining:
+                raise draining()
+            if self._conversions.statistics().tasks_waiting >= self.room:
+                raise busy("Too many texts are waiting to be converted; try again later.")
+            work = to_thread.run_sync(conversion.convert, self._served, body, limiter=self._conversions)
+            return Pieces(await _unless_gone(request, work))
 
         return answer
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile what the body demands of the output. The processes that this needs end with the job."""
+        """Compile what the body demands of the output. The job holds its processes until it ends."""
         if not body.constrained_by:
             return None
         demand = await to_thread.run_sync(demand_of, self._served, body, limiter=self._two_at_a_time)

@@ -20,10 +20,11 @@ def texts_of(body: Conversation) -> dict[str, str]:
     Raises:
         Refusal: a value is nested too deeply.
     """
-    tools = [tool.model_dump() for tool in body.tools]
-    calls = [call.model_dump() for message in body.messages for call in message.tool_calls]
+    calls = [call.function for message in body.messages for call in message.tool_calls]
+    own = [message.text + (message.reasoning_content or message.reasoning or "") for message in body.messages]
+    tools = [[tool.function.name, tool.function.description, tool.function.parameters] for tool in body.tools]
     return {
-        "messages": "".join(message.text for message in body.messages) + _json("messages", calls),
+        "messages": "".join([*own, *(function.name + function.arguments for function in calls)]),
         "tools": _json("tools", tools),
         _KWARGS: _json(_KWARGS, body.chat_template_kwargs),
     }

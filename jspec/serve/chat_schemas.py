@@ -52,6 +52,8 @@ class Part(Strict):
 class CalledFunction(Strict):
     """The function that an assistant called, and its arguments as the text of a JSON object."""
 
+    ignored = frozenset({"parsed_arguments"})  # OpenAI's client adds it
+
     name: str
     arguments: str = "{}"
 
@@ -71,7 +73,7 @@ class Message(Strict):
 
     ignored = frozenset(
         {
-            *("name", "type", "id", "status", "cache_control", "annotations", "reasoning", "reasoning_content"),
+            *("type", "id", "status", "cache_control", "annotations", "parsed"),
             *("reasoning_details", "provider_specific_fields"),
         }
     )
@@ -81,6 +83,9 @@ class Message(Strict):
     content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=MOST_PARTS)] = Field(
         default_factory=list[Part]
     )
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: str | None = None
     tool_calls: Annotated[list[Call], FailFast()] = Field(default_factory=list[Call], max_length=MOST_TOOLS)
     tool_call_id: str | None = None
@@ -105,7 +110,12 @@ class Message(Strict):
         """Return the message in the form that chat templates expect."""
         calls = [call.model_dump() for call in self.tool_calls]
         others: dict[str, Json] = {"tool_calls": calls} if calls else {}
-        others |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        given = {
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        others |= {name: value for name, value in given.items() if value is not None}
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text, **others}
 
 
@@ -158,10 +168,10 @@ class ToolChoice(Strict):
 def _choice(value: Json) -> Json:
     if value in _MODES:
         return {"mode": value}
-    fields = value if isinstance(value, dict) else {}
-    function = fields.get("function")
-    if fields.get("type") == "function" and isinstance(function, dict) and isinstance(function.get("name"), str):
-        return {"mode": "named", "name": function["name"]}
+    if isinstance(value, dict) and value.keys() == {"type", "function"} and value["type"] == "function":
+        function = value["function"]
+        if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
+            return {"mode": "named", "name": function["name"]}
     raise complaint(
         "{place} must be 'none', 'auto', 'required' or an object such as "
         '{"type": "function", "function": {"name": "f"}}; got {given}'
@@ -187,8 +197,8 @@ class Conversation(ModelBody):
                 "continue_final_message",
                 "continue_final_message and add_generation_prompt exclude each other; set only one of them to true",
             )
-        last = self.messages[-1]
-        if last.role != "assistant" or last.tool_calls or not last.text.strip():
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or last.tool_calls or not last.text.strip():
             raise conflict(
                 "continue_final_message",
                 "continue_final_message requires that the last message is an assistant message with text",
@@ -255,8 +265,11 @@ class ChatBody(Conversation, Body):
             self.max_tokens = self.max_completion_tokens
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise conflict("min_tokens", "min_tokens is greater than max_completion_tokens; reduce min_tokens")
-        if self.calls_are_constrained and (self.ignore_eos or self.min_tokens):
-            raise conflict("tools", "the calls determine where the output ends; omit ignore_eos and min_tokens")
+        if self.calls_are_constrained and (self.ignore_eos or self.min_tokens or self.stop_token_ids):
+            raise conflict(
+                "tools",
+                "the calls determine where the output ends; omit ignore_eos, min_tokens and stop_token_ids",
+            )
         return self
 
     @property

@@ -10,6 +10,9 @@ from jspec.serve.tools.tool_format import Reply
 from jspec.serve.usage import DraftUsage
 from jspec.text.stop_strings import StopAwareDetokenizer
 
+# A long text, or one with calls, is read again once it has grown by this factor, because all of it is read each time.
+_GROWTH, _LONG = 1.01, 2**14
+
 
 class Choice:
     """One engine request in progress.
@@ -30,7 +33,9 @@ class Choice:
         # If echoed token ids end with an incomplete character, the generated text shows that character.
         shows_prompt = not parsed.echoes or isinstance(parsed.given_prompts[self.prompt], str)
         options: dict[str, Any] = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
-        self.writer = StopAwareDetokenizer(served.tokenizer, prompt, parsed.stop, **options, shows_prompt=shows_prompt)
+        # Stop strings are for text. In a required call, they would end the arguments anywhere.
+        stop = () if parsed.calls is not None and parsed.calls.is_only else parsed.stop
+        self.writer = StopAwareDetokenizer(served.tokenizer, prompt, stop, **options, shows_prompt=shows_prompt)
         self.active_request: ActiveRequest | None = None
         self.result = Result()
         self.count, self._restarts = 0, 0
@@ -91,6 +96,10 @@ class Choice:
         if calls is None:
             return Reply(text, ())
         key = len(text), self.finish_reason is not None
+        if self._read is not None and not key[1]:
+            (length, _), reply = self._read
+            if len(text) <= length * (_GROWTH if reply.calls or length > _LONG else 1):
+                return reply
         if self._read is None or self._read[0] != key:
             self._read = key, calls.read(text, key[1])
         return self._read[1]

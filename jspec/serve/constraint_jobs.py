@@ -57,7 +57,13 @@ class ConstraintCompiler:
         kept = self._kept.pop(demand.key, None)
         if kept is not None and kept.is_ready:
             return kept
-        return await to_thread.run_sync(demand.compile, grammars, limiter=self._threads)
+        try:
+            return await to_thread.run_sync(demand.compile, grammars, limiter=self._threads)
+        except RuntimeError:  # there may be too many processes
+            if not self._kept:
+                raise
+            self._forget(0)
+            return await to_thread.run_sync(demand.compile, grammars, limiter=self._threads)
 
     def release(self, holder: object) -> None:
         """Release the constraint that was compiled for `holder`, if any.
@@ -80,7 +86,11 @@ class ConstraintCompiler:
         if older := self._kept.pop(key, None):
             older.close()
         self._kept[key] = grammar
-        while len(self._kept) > _MOST_KEPT:
+        self._forget(_MOST_KEPT)
+
+    def _forget(self, most: int) -> None:
+        """Close the oldest kept constraints until there are at most `most`."""
+        while len(self._kept) > most:
             self._kept.popitem(last=False)[1].close()
 
     def close(self) -> None:

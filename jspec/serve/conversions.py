@@ -29,6 +29,10 @@ class TokenizeBody(Conversation):
     def _has_one_source(self) -> Self:
         if (self.prompt is None) != bool(self.messages):
             raise conflict("prompt", "prompt or messages must be given, but not both; send one of these fields")
+        others = {"add_special_tokens"} if self.prompt is None else Conversation.model_fields.keys() - {"model"}
+        if wrong_ones := sorted(others & self.model_fields_set):
+            kind = "messages" if self.prompt is None else "a prompt"
+            raise conflict(wrong_ones[0], f"{wrong_ones[0]} has no effect on {kind}; omit this field")
         return self
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable, Generator, Mapping
 
 from jspec.engine.constraints import Constraint
@@ -14,6 +15,8 @@ from jspec.serve.parse_request import Served, call_format
 from jspec.serve.schemas import Body
 from jspec.serve.tools.tool_format import FunctionTool
 from jspec.serve.tools.tool_grammar import grammar
+
+_MOST_SECONDS = 5.0  # for checks of all schemas in one request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,8 @@ def demand_of(served: Served, body: Body) -> Demand | None:
     """Return what `body` demands of its output, or None.
 
     Raises:
-        Refusal: the model's notation of calls is not known, or the demands cannot be combined.
+        Refusal: the model's notation of calls is not known, a schema is nested too deeply, or the demands cannot be
+            combined.
     """
     field, wanted = body.constrained_by, body.response_format
     if isinstance(body, ChatBody) and field == "tools":
@@ -45,7 +49,7 @@ def demand_of(served: Served, body: Body) -> Demand | None:
     if (regex := wanted.regex) is not None:
         return Demand(field, f"regex {regex}", lambda grammars: grammars.regex(regex))
     schema = wanted.schema_of_output
-    return Demand(field, f"schema {json.dumps(schema)}", lambda grammars: grammars.json_schema(schema))
+    return Demand(field, f"schema {_key(field, schema)}", lambda grammars: grammars.json_schema(schema))
 
 
 def _calls(served: Served, body: ChatBody) -> Demand:
@@ -63,11 +67,20 @@ def _calls(served: Served, body: ChatBody) -> Demand:
         grammar,
         call_format(served, body),
         tokens=served.marker_ids,
+        text_ids=served.text_ids,
         is_required=body.must_call,
         is_parallel=is_parallel,
     )
-    key = json.dumps([body.must_call, is_parallel, answer, [dataclasses.astuple(tool) for tool in tools.values()]])
+    schemas = [answer, *([tool.name, tool.parameters] for tool in tools.values())]
+    key = _key("tools", [body.must_call, is_parallel, schemas])
     return Demand("tools", f"calls {key}", lambda grammars: _compile(grammars, write, tools, answer))
+
+
+def _key(field: str, value: object) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise wrong(f"{field} is nested too deeply.", field) from None
 
 
 def _may_be_parallel(served: Served, body: ChatBody) -> bool:
@@ -86,20 +99,22 @@ def _compile(
     tools: Mapping[int, FunctionTool],
     answer: Mapping[str, object] | None,
 ) -> Constraint:
-    """Compile the grammar of calls. An error names the tool, by its number, whose schema cannot be enforced."""
-    checked = [_checked(i, tool) for i, tool in tools.items()]
+    """Compile the grammar of calls. If possible, an error names the tool whose schema cannot be enforced."""
+    begun, checked = time.monotonic(), list[FunctionTool]()
+    for i, tool in tools.items():
+        with _blaming(i, tool):
+            checked.append(dataclasses.replace(tool, parameters=enforceable(tool.schema)))
+        if time.monotonic() > begun + _MOST_SECONDS:
+            raise ValueError(f"Checking the schemas takes more than {_MOST_SECONDS:g} seconds; simplify them.")
     try:
         return grammars.lark(write(checked, answer=None if answer is None else enforceable(answer)))
     except ValueError:
         for i, tool in tools.items():
+            if time.monotonic() > begun + _MOST_SECONDS:
+                break
             with _blaming(i, tool):
                 grammars.json_schema(tool.schema)
         raise
-
-
-def _checked(i: int, tool: FunctionTool) -> FunctionTool:
-    with _blaming(i, tool):
-        return dataclasses.replace(tool, parameters=enforceable(tool.schema))
 
 
 @contextlib.contextmanager

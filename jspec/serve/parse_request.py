@@ -25,7 +25,7 @@ from jspec.serve.schemas import Body, CompletionBody
 from jspec.serve.token_text import Names
 from jspec.serve.tools.detect import ToolSupport
 from jspec.serve.tools.tool_format import Reply, ToolFormat
-from jspec.serve.tools.tool_grammar import marker_ids
+from jspec.serve.tools.tool_grammar import marker_ids, text_ids
 from jspec.text import eos_ids
 
 _NO_SEED = -1  # as in other servers
@@ -59,6 +59,12 @@ class Served:
         """The ids of the tokens that mark calls, by text."""
         form = None if self.tool_support is None else self.tool_support.format
         return {} if form is None else marker_ids(form, self.tokenizer)
+
+    @functools.cached_property
+    def text_ids(self) -> tuple[int, ...]:
+        """The added tokens that text shows and that mark no calls."""
+        form = None if self.tool_support is None else self.tool_support.format
+        return () if form is None else text_ids(form, self.tokenizer)
 
     @functools.cached_property
     def hidden_markers(self) -> dict[int, str]:

@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import json
 import zlib
-from collections.abc import Callable
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -46,38 +45,63 @@ async def read(request: Request, most: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
         raise _too_long(most)
-    expand, body = _expander(request), bytearray()
+    expander, body, received = _expander(request), bytearray(), 0
     try:
         async with asyncio.timeout(_PATIENCE):
             async for piece in request.stream():
-                body += expand(piece, most + 1 - len(body))
-                if len(body) > most:
+                received += len(piece)
+                body += piece if expander is None else expander.expand(piece, most + 1 - len(body))
+                if max(len(body), received) > most:
                     raise _too_long(most)
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send the request again.") from None
+    if expander is not None:
+        expander.check_end()
     return bytes(body)
 
 
-def _expander(request: Request) -> Callable[[bytes, int], bytes]:
-    """Return a function that expands the next piece of a body, up to a number of bytes.
+class _Expander:
+    """An expander of one gzip file that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)  # expects the header of gzip
+
+    def expand(self, piece: bytes, most: int) -> bytes:
+        """Expand the next piece, up to `most` bytes.
+
+        Raises:
+            Refusal: the data is damaged, or goes on after its end.
+        """
+        if piece and self._inflater.eof:
+            raise wrong("The body has data after the end of its gzip data; send one gzip file.")
+        try:
+            expanded = self._inflater.decompress(piece, most)
+        except zlib.error:
+            raise wrong("The body is not valid gzip data, although its content encoding is gzip.") from None
+        if self._inflater.unused_data:
+            raise wrong("The body has data after the end of its gzip data; send one gzip file.")
+        return expanded
+
+    def check_end(self) -> None:
+        """Check that the data is complete.
+
+        Raises:
+            Refusal: the data ends too early.
+        """
+        if not self._inflater.eof:
+            raise wrong("The body's gzip data ends too early; send all of it.")
+
+
+def _expander(request: Request) -> _Expander | None:
+    """Return an expander for a compressed body, or None.
 
     Raises:
         Refusal: the body's encoding is not supported.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding == "identity":
-        return lambda piece, most: piece
-    if encoding != "gzip":
+    if encoding not in ("identity", "gzip"):
         raise Refusal(415, f"The content encoding {encoding[:40]!r} is not supported; use gzip, or none.")
-    inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)  # expects the header of gzip
-
-    def expand(piece: bytes, most: int) -> bytes:
-        try:
-            return inflater.decompress(piece, most)
-        except zlib.error:
-            raise wrong("The body is not valid gzip data, although its content encoding is gzip.") from None
-
-    return expand
+    return _Expander() if encoding == "gzip" else None
 
 
 def as_json(body: bytes) -> Json:

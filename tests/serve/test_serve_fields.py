@@ -26,6 +26,7 @@ CHATS = [
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
     {"tool_choice": "auto", "functions": []},
     {"messages": [{"role": "user", "name": "me", "content": "the thing", "type": "message", "id": "m"}]},
+    {"messages": [{"role": "user", "content": "the thing", "parsed": {}}]},
     {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "the thing", "cache_control": {"type": "x"}}]}
@@ -154,6 +155,10 @@ def test_compressed_bodies_are_read(running):
     for content, encoding, status in (
         (body, "gzip", 400),
         (gzip.compress(body)[:-20], "gzip", 400),
+        (gzip.compress(body)[:-8], "gzip", 400),
+        (gzip.compress(body) * 2, "gzip", 400),
+        (gzip.compress(body) + bytes(10**5), "gzip", 400),
+        (gzip.compress(body, 0)[:10] + b"\0\0\0\xff\xff" * 10**6, "gzip", 413),
         (gzip.compress(b" " * 10**8), "gzip", 413),
         (body, "br", 415),
     ):
@@ -197,6 +202,9 @@ def test_text_is_tokenized_as_for_a_completion(running):
         ("/tokenize", {"prompt": "a", "messages": HELLO}),
         ("/tokenize", {"prompt": "x" * 10**5}),
         ("/tokenize", {"prompt": ["a"]}),
+        ("/tokenize", {"prompt": "x", "continue_final_message": True}),
+        ("/tokenize", {"prompt": "x", "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/tokenize", {"messages": HELLO, "add_special_tokens": False}),
         ("/detokenize", {"tokens": [261]}),
         ("/detokenize", {"tokens": [-1]}),
         ("/detokenize", {}),

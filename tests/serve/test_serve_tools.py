@@ -36,6 +36,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+STRICT = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
 BY_NAME = {"type": "function", "function": {"name": "weather"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
@@ -112,8 +113,12 @@ def test_forced_calls_are_valid(request, server, choice):
 @pytest.mark.parametrize("choice", ["required", BY_NAME, "auto"])
 def test_streamed_calls_equal_whole_ones(calling, choice):
     for seed, strict in itertools.product(range(2), (False, True)):
-        tools = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": strict}}, TOOLS[1]]
-        options = {"tools": tools, "tool_choice": choice, "max_completion_tokens": 120, "seed": seed}
+        options = {
+            "tools": STRICT if strict else TOOLS,
+            "tool_choice": choice,
+            "max_completion_tokens": 120,
+            "seed": seed,
+        }
         whole = calling.chat(**options).choices[0]
         content, calls, reason = joined(calling.chat(**options, stream=True))
         assert content == (whole.message.content or "") and reason == whole.finish_reason
@@ -132,13 +137,13 @@ def test_calls_in_free_text_are_read(calling, monkeypatch):
     """With "auto", a call that the model writes on its own becomes a call, and the text before it is content."""
     written = 'so\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
     ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", lambda _: lambda: Forced(ids)))
-    (one,) = calling.chat(tools=TOOLS, max_completion_tokens=200).choices
+    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    (one,) = calling.chat(tools=STRICT, max_completion_tokens=200).choices
     calls = [[call.function.name, call.function.arguments] for call in one.message.tool_calls]
     expected = "so", [["weather", '{"city": "Rome", "days": 3}']], "tool_calls"
     assert (one.message.content, calls, one.finish_reason) == expected
-    assert joined(calling.chat(tools=TOOLS, max_completion_tokens=200, stream=True)) == expected
-    cut = calling.chat(tools=TOOLS, max_completion_tokens=70).choices[0]
+    assert joined(calling.chat(tools=STRICT, max_completion_tokens=200, stream=True)) == expected
+    cut = calling.chat(tools=STRICT, max_completion_tokens=70).choices[0]
     assert cut.finish_reason == "length" and cut.message.tool_calls[0].function.arguments.startswith('{"city"')
 
 
@@ -192,6 +197,14 @@ def test_template_without_tools_gets_a_description(describing):
     assert text.endswith("[user]<tool_response>\nsun\n</tool_response>\n[assistant]") and "Rome" in text
 
 
+def deep(count):
+    """Return a function whose parameters are nested `count` times."""
+    schema = {}
+    for _ in range(count):
+        schema = {"a": schema}
+    return {"type": "function", "function": {"name": "f", "parameters": {"x": schema}}}
+
+
 def post_ids(running, **fields):
     answer = running.usual._client.post(f"{running.url}/tokenize", json={"messages": HELLO} | fields)
     assert answer.status_code == 200, answer.text
@@ -207,6 +220,8 @@ def post_ids(running, **fields):
         ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools has two functions named 'stop'; give each function its own name."),
         ({"tools": TOOLS, "ignore_eos": True}, "the calls determine where the output ends; .*"),
+        ({"tools": TOOLS, "stop_token_ids": [5]}, "the calls determine where the output ends; .*"),
+        ({"tools": [deep(700)]}, "tools.*(nested|levels deep).*"),
         (
             {"tools": TOOLS, "functions": [{"name": "f"}]},
             "functions is not supported by this server; send tools instead.",
@@ -234,7 +249,9 @@ def post_ids(running, **fields):
 def test_errors_are_one_clear_sentence(calling, fields, sentence):
     fields = {"tool_choice": "required"} | fields if "tools" in fields else fields
     with pytest.raises(openai.BadRequestError) as error:
-        calling.chat(**{name: fields[name] for name in fields if name != "ignore_eos"}, extra_body=fields)
+        calling.chat(
+            **{name: fields[name] for name in fields if name not in ("ignore_eos", "stop_token_ids")}, extra_body=fields
+        )
     assert re.fullmatch(sentence, error.value.body["message"]), error.value.body
 
 
@@ -253,6 +270,20 @@ def test_format_and_tools_may_be_combined(calling):
         else:
             jsonschema.validate(json.loads(one.message.content), schema)
     assert "stop" in kinds and kinds & {"tool_calls", "length"}
+
+
+def test_stop_strings_do_not_cut_required_calls(calling):
+    options = {"tools": TOOLS, "tool_choice": BY_NAME, "max_completion_tokens": 200}
+    for stop in ("}", '"ci', ', "d'):
+        assert check(calling.chat(**options, stop=stop).choices[0]) == check(calling.chat(**options).choices[0])
+
+
+def test_call_that_a_stop_string_cuts_is_no_finished_call(calling, monkeypatch):
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+    ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    one = calling.chat(tools=STRICT, max_completion_tokens=200, stop=', "d').choices[0]
+    assert one.finish_reason == "stop" and one.message.tool_calls[0].function.arguments == '{"city": "Rome"'
 
 
 def test_logprobs_and_ids_cover_calls(calling):

@@ -34,6 +34,11 @@ class ToolCall:
     name: str
     arguments: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are complete."""
+        return self.arguments.startswith("{") and end_of_value(self.arguments, 0) == len(self.arguments)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reading:

@@ -26,14 +26,17 @@ _TOOL = FunctionTool(
 )
 _CALL = ToolCall(_NAME, '{"place": "here"}')
 _USER = {"role": "user", "content": _QUESTION}
-_CONVERSATION = [
+_PROBE_CALL = {
+    "id": _CALL_ID,
+    "type": "function",
+    "function": {"name": _NAME, "arguments": json.loads(_CALL.arguments)},
+}
+_CONVERSATION: list[dict[str, object]] = [
     _USER,
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [
-            {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": json.loads(_CALL.arguments)}}
-        ],
+        "tool_calls": [_PROBE_CALL],
     },
     {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": _RESULT},
 ]
@@ -47,11 +50,13 @@ class ToolSupport:
         format: the format of calls in the output; None if the template writes calls in an unknown notation.
         is_native: whether the template describes the tools that it is given. If not, `messages` describes them.
         takes_system: whether the template accepts a system message.
+        takes_several: whether the template accepts several calls in one message. Those of Llama 3 do not.
     """
 
     format: ToolFormat | None
     is_native: bool
     takes_system: bool = True
+    takes_several: bool = True
 
     @property
     def note(self) -> str:
@@ -73,7 +78,8 @@ class ToolSupport:
             ValueError: the arguments of a call are not a JSON object. The message names the call.
         """
         if self.is_native:
-            return _native(messages, isinstance(self.format, Mistral))
+            native = _native(messages, isinstance(self.format, Mistral))
+            return native if self.takes_several else _one_by_one(native)
         written = _written(messages, cast(ToolFormat, self.format))
         return _described(written, tools, self.takes_system) if tools else written
 
@@ -88,7 +94,9 @@ def support_of(tokenizer: Tokenizer) -> ToolSupport:
         return ToolSupport(Hermes(), is_native=False)
     render = functools.partial(_rendered, tokenizer, template)
     if _PARAMETER in render([_USER], [_TOOL.as_json()]):
-        return ToolSupport(_format_of(render(_CONVERSATION, [_TOOL.as_json()])), is_native=True)
+        form = _format_of(render(_CONVERSATION, [_TOOL.as_json()]))
+        several = [_USER, _CONVERSATION[1] | {"tool_calls": 2 * [_PROBE_CALL]}]
+        return ToolSupport(form, is_native=True, takes_several=render(several).count(_NAME) == 2)
     takes_system = _SYSTEM in render([{"role": "system", "content": _SYSTEM}, _USER])
     return ToolSupport(Hermes(), is_native=False, takes_system=takes_system)
 
@@ -142,6 +150,26 @@ def _native(messages: Sequence[Mapping[str, Json]], is_mistral: bool) -> list[di
             fields["tool_call_id"] = _mistral_id(given)
         found.append(fields)
     return found
+
+
+def _one_by_one(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
+    """Return messages with one call each. Each call is followed by its result."""
+    found: list[dict[str, Json]] = []
+    results: list[dict[str, Json]] = []
+    for message in reversed(messages):
+        if message["role"] == "tool":
+            results.insert(0, message)
+            continue
+        part = [{**message, "tool_calls": [call]} for call in _calls(message.get("tool_calls"))] or [message]
+        placed: list[dict[str, Json]] = []
+        for i, one in enumerate(part):
+            ids = [call.get("id") for call in _calls(one.get("tool_calls"))]
+            own = [result for result in results if result.get("tool_call_id") in ids]
+            results = [result for result in results if result not in own]
+            placed += [one if i == 0 else {**one, "content": ""}, *own]
+        found = [*placed, *results, *found]
+        results = []
+    return [*results, *found]
 
 
 def _native_call(call: Mapping[str, Json], place: str, is_mistral: bool) -> dict[str, Json]:
@@ -225,7 +253,7 @@ def _arguments(function: Mapping[str, Json], place: str) -> dict[str, Json]:
     Raises:
         ValueError: the arguments are not the text of a JSON object.
     """
-    text = cast(str, function["arguments"])
+    text = cast(str, function["arguments"]).strip() or "{}"  # many clients write no arguments as ""
     try:
         arguments: Json = json.loads(text)
     except (ValueError, RecursionError):

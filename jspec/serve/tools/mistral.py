@@ -12,8 +12,8 @@ START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_LENGTH = 9
 # Possessive quantifiers, because long runs of spaces or letters would otherwise take quadratic time.
 _ARRAY = re.compile(r"\s*+\[?\s*+(?=\{)")
-_HEADER = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-_PART_OF_HEADER = re.compile(r"\s*+(?:\[\s*+|[\w.-]++\s*+(?:\[[A-Z_]*+\]?\s*+\w*+\s*+){0,2})?\Z")
+_HEADER = re.compile(r"\s*+([\w.:/-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+_PART_OF_HEADER = re.compile(r"\s*+(?:\[\s*+|[\w.:/-]++\s*+(?:\[[A-Z_]*+\]?\s*+\w*+\s*+){0,2})?\Z")
 _NEXT = re.compile(r"\s*+,\s*+(?=\{)")
 _END = re.compile(r"\s*+(?:\]|,?\s*+\Z)")
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Protocol, cast
 
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
@@ -27,11 +27,35 @@ def marker_ids(format: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
     return {text: vocabulary[text] for text in format.special_tokens if text in vocabulary}
 
 
+def text_ids(format: ToolFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the added tokens that text shows, such as ``<think>``, without the format's markers."""
+    backend = cast("_Backend | None", getattr(tokenizer, "backend_tokenizer", None))
+    added: Mapping[int, _AddedToken] = {} if backend is None else backend.get_added_tokens_decoder()
+    return tuple(i for i, token in added.items() if not token.special and token.content not in format.special_tokens)
+
+
+class _AddedToken(Protocol):
+    """The part of a `tokenizers.AddedToken` that grammars need."""
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def special(self) -> bool: ...
+
+
+class _Backend(Protocol):
+    """The part of a `tokenizers.Tokenizer` that grammars need."""
+
+    def get_added_tokens_decoder(self) -> Mapping[int, _AddedToken]: ...
+
+
 def grammar(
     format: ToolFormat,
     tools: Sequence[FunctionTool],
     *,
     tokens: Mapping[str, int],
+    text_ids: Sequence[int] = (),
     is_required: bool,
     is_parallel: bool,
     answer: Json | None,
@@ -44,6 +68,7 @@ def grammar(
         format: the notation of calls.
         tools: the functions, at least one.
         tokens: the ids of the markers that are tokens of their own, from `marker_ids`. Other markers are ordinary text.
+        text_ids: tokens that free text may contain although llguidance treats them as special.
         is_required: whether the output consists of calls. Otherwise, it may also be text, or text and then calls. If
             calls have no marker, no text precedes them.
         is_parallel: whether there may be several calls, up to `MOST_CALLS`.
@@ -53,7 +78,7 @@ def grammar(
     if is_required:
         start = ["start: calls"]
     elif answer is None:
-        start = writer.text_or_calls()
+        start = writer.text_or_calls(text_ids)
     else:
         start = ["start: calls | answer", f"answer: {_json(answer, _COMPACT)}"]
     arguments = [f"arguments_{i}: {_json(tool.schema, _SPACED)}" for i, tool in enumerate(tools)]
@@ -76,17 +101,19 @@ class _Writer:
         start = notation.opening + notation.before_name
         self._marker = next((token for token in format.special_tokens if start.startswith(token)), "")
 
-    def text_or_calls(self) -> list[str]:
+    def text_or_calls(self, text_ids: Sequence[int]) -> list[str]:
         """Return the start rule for text or calls, with text before the calls if they have a marker."""
         marker, plain = self._marker, self._format.plain_start
         hidden = marker or self._format.optional_opening
         text = rf"/(\s*({plain}(?s:.*))?)/" if plain else "/(?s:.*)/"
         rules = [f"TEXT: {text} & ~/(?s:.*){_escaped(hidden)}(?s:.*)/"]
+        others = f"(<[{','.join(map(str, text_ids))}]> TEXT)*" if text_ids else ""
+        rules.append(f"text: TEXT {others}")
         if not marker:
-            return ["start: calls | TEXT", *rules]
+            return ["start: calls | text", *rules]
         if marker in self._tokens:
-            return ["start: TEXT calls | TEXT", *rules]
-        return ["start: lead rest | TEXT", f"lead[lazy]: /(?s:.*)/ {json.dumps(marker)}", *rules]
+            return ["start: text calls | text", *rules]
+        return ["start: lead rest | text", f"lead[lazy]: /(?s:.*)/ {json.dumps(marker)}", *rules]
 
     def calls(self, names: Sequence[str], is_parallel: bool) -> list[str]:
         """Return the rules for one or more calls."""

@@ -147,9 +147,26 @@ def test_fallback_without_tools_describes_none():
 
 
 @pytest.mark.parametrize("template", [tool_templates.HERMES, tool_templates.PLAIN])
-@pytest.mark.parametrize("arguments", ["", "[]", "{", "3", "null", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["[]", "{", "3", "null", "[" * 100_000])
 def test_arguments_that_are_no_object_are_rejected(template, arguments):
     messages = conversation("Sunny.", arguments=arguments)
     expected = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is .*; expected the text of a JSON object"
     with pytest.raises(ValueError, match=expected):
         support_of(tokenizer(template)).messages(messages, TOOLS)
+
+
+def test_calls_are_separated_for_templates_that_take_one_call_in_a_message():
+    """Each call is followed by its result, and results without a call in the message stay behind."""
+    support = support_of(tokenizer(tool_templates.LLAMA3))
+    assert not support.takes_several and support_of(tokenizer(tool_templates.HERMES)).takes_several
+    messages = support.messages(conversation("sun", "rain", content="so"), TOOLS)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [len(message.get("tool_calls", ())) for message in messages] == [0, 1, 0, 1, 0]
+    assert [message["content"] for message in messages[1:]] == ["so", "sun", "", "rain"]
+    text = rendered(tool_templates.LLAMA3, conversation("sun", "rain"))
+    assert text.index("sun") < text.rindex("get_weather") < text.index("rain")
+
+
+def test_empty_arguments_in_the_history_are_an_empty_object():
+    (_, message, _) = support_of(tokenizer(tool_templates.HERMES)).messages(conversation("sun", arguments=""), TOOLS)
+    assert message["tool_calls"][0]["function"]["arguments"] == {}

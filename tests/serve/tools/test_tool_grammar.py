@@ -13,7 +13,8 @@ from jspec.serve.tools.hermes import Hermes
 from jspec.serve.tools.llama3 import Llama3
 from jspec.serve.tools.mistral import Mistral, MistralArgs
 from jspec.serve.tools.tool_format import FunctionTool, ToolCall, ToolFormat
-from jspec.serve.tools.tool_grammar import grammar, marker_ids
+from jspec.serve.tools.tool_grammar import grammar, marker_ids, text_ids
+from support import text_pair
 
 pytest.importorskip("llguidance")
 from jspec.engine.grammar_worker import LLGuidance, compile_grammar, make_tokenizer
@@ -254,3 +255,21 @@ def test_grammar_compiles_in_grammar_processes():
         source.ask([], [], [])
         bits = np.unpackbits(source.masks().view(np.uint8), bitorder="little")
     assert [*np.flatnonzero(bits)] == [case.tokens["<tool_call>"]]
+
+
+def test_free_text_may_contain_visible_added_tokens():
+    """Thinking models write tokens such as <think>, which llguidance treats as special."""
+    words = text_pair.tokenizer()
+    words.add_tokens(["<think>", "<tool_call>", "</tool_call>"])
+    size = len(words)
+    library = make_tokenizer(words.backend_tokenizer.to_str(), size, [0])
+    options = {"tokens": marker_ids(Hermes(), words), "is_required": False, "is_parallel": True, "answer": None}
+    think = words.convert_tokens_to_ids("<think>")
+    ids = text_ids(Hermes(), words)
+    assert ids == (think,)
+    text = "<think>so<think>\n" + '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tokens = words(text, add_special_tokens=False)["input_ids"]
+    for shown in ((), ids):
+        made = grammar(Hermes(), [FunctionTool("f", "", None, False)], text_ids=shown, **options)
+        matcher = compile_grammar(library, "grammar", made, 4 * -(-size // 32))
+        assert all(map(matcher.consume, tokens)) == bool(shown)
