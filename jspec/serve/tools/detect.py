@@ -25,7 +25,7 @@ _TOOL = FunctionTool(
     is_strict=False,
 )
 _CALL = ToolCall(_NAME, '{"place": "here"}')
-_USER = {"role": "user", "content": _QUESTION}
+_USER: dict[str, object] = {"role": "user", "content": _QUESTION}
 _PROBE_CALL = {
     "id": _CALL_ID,
     "type": "function",
