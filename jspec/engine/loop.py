@@ -208,7 +208,7 @@ class Loop:
         """Dispatch rounds for the requests in `decoding`."""
         num_draft_tokens, variant, num_slots = kind
         if num_draft_tokens and self._runner.reads_separately and not undisturbed:
-            self._prefill.catch_up_drafter(decoding, num_draft_tokens)
+            self._prefill.catch_up_drafter(decoding, num_draft_tokens, variant)
         full_rounds = self.round_budget.rounds(kind)
         is_first = not any(active.has_decoded for active in decoding.values())
         # Deliver a first token early, unless other requests are decoding: a short call would delay them.

@@ -256,12 +256,13 @@ def reads_own_drafts(drafter: AnyDrafter | None) -> bool:
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
-def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int) -> int:
+def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int, constrained: bool) -> int:
     """Return the largest number of unread tokens with which a drafter may draft. It reads these tokens first.
 
-    In a combined drafter, one part may not have read the tokens that a round gained from another part.
+    In a combined drafter, one part may not have read the tokens that a round gained from another part. A `constrained`
+    call gains forced tokens, which no drafter has read.
     """
-    return 2 if reads_own_drafts(drafter) else num_draft_tokens + 1
+    return 2 if reads_own_drafts(drafter) and not constrained else num_draft_tokens + 1
 
 
 def decode_rounds(
@@ -302,7 +303,8 @@ def _decode_rounds(
         params, counts = keep_temperature(params), None
     is_idle = slots.state.done | limits.stop
     state = dataclasses.replace(slots.state, done=is_idle, token_counts=counts)
-    most_unread, reads_drafts = max_unread(drafter, k), reads_own_drafts(drafter)
+    most_unread = max_unread(drafter, k, constrained=spec.constrain is not None)
+    reads_drafts = reads_own_drafts(drafter) and spec.constrain is None
 
     def body(carry: tuple[Array, DecodeState, Array, Packed]) -> tuple[Array, DecodeState, Array, Packed]:
         i, state, num_read, packed = carry
