@@ -68,7 +68,11 @@ class RoundBudget:
         self._last_end = now
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone."""
+        """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone.
+
+        A kind's first call never counts as alone, because a program's first call takes longer than later ones.
+        """
+        alone = alone and self._num_measured[kind] > 0
         if not alone and kind in self._measured_alone:
             return
         if alone:

@@ -13,6 +13,7 @@ from jspec.drafters.drafts import force_tokens
 from jspec.engine import Engine, Request
 from jspec.engine.grammar_worker import tree_masks
 from jspec.engine.runner import Runner
+from jspec.engine.slots import Variant
 from support import drafters, oracle
 from support.constrained import OPTIONS, Guesses, NoMultiples, models, requests, texts
 from support.law import NUM_TOKENS, VOCAB, exact_law
@@ -206,3 +207,30 @@ def test_failure_to_force_tokens_changes_no_mask():
     chain = [0, 1, 1, 0], range(4), VOCAB
     masks, forced = tree_masks(Fails(), *chain, reset)
     assert forced == [-1] * 4 and masks == tree_masks(NoMultiples(), *chain, None)[0]
+
+
+def test_auto_drafts_under_a_constraint_when_forced_tokens_pay():
+    """With costs at which the drafter's own tokens would not pay, the engine drafts for the forced tokens."""
+
+    class Cycle(NoMultiples):
+        """A constraint that allows only one text."""
+
+        def may(self, token):
+            return token == (self.text[-1] + 1 if self.text else 0) % VOCAB
+
+    class Forcing(Cycle):
+        def forced(self):
+            return [(len(self.text) + i) % VOCAB for i in range(3)]
+
+    shares = {}
+    for constraint in (Cycle, Forcing):
+        with Engine(*models(), slots=1, **OPTIONS) as engine:
+            round_budget = engine._loop.round_budget
+            round_budget.costs.clear()
+            round_budget.costs |= {(k, Variant.CONSTRAINED, 1): 1 + k / 2 for k in (0, 4)}
+            round_budget.is_measured = round_budget.costs.__contains__
+            round_budget.record = lambda *_: None
+            results = engine.generate([Request((1, 2), 36, constraint=constraint)] * 8)
+        drafted = [count > 0 for result in results[2:] for count in result.drafted]
+        shares[constraint] = sum(drafted) / len(drafted)
+    assert shares[Cycle] < 0.2 and shares[Forcing] > 0.8, shares
