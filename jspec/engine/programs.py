@@ -92,9 +92,10 @@ def prefill(
         num_top: the number of most likely tokens that the scores include; -1 for no scores.
     """
     features = features_of(drafter)
-    tokens, row = piece.tokens[:, :-1], get_row(slots.state.cache, slot)
-    target_features, hidden, row = _forward(target, features, tokens, row, piece.start[None])
-    slots = _set_cache(slots, set_row(slots.state.cache, row, slot))
+    # Select the row within the cache. A copy of the row would cost time in proportion to the slot's length.
+    cache = dataclasses.replace(slots.state.cache, rows=slot[None])
+    target_features, hidden, cache = _forward(target, features, piece.tokens[:, :-1], cache, piece.start[None])
+    slots = _set_cache(slots, dataclasses.replace(cache, rows=None))
     slots = _record_piece(target, drafter, slots, slot, piece, target_features)
     return slots, None if scored is None else _scores(target, hidden, piece.tokens, scored, num_top)
 
