@@ -34,9 +34,13 @@ class RoundBudget:
             max(1, min(self._max_rounds, round(self._target_seconds / self.costs[kind]))) if kind in self.costs else 1
         )
 
-    def is_measured(self, kind: Hashable) -> bool:
-        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible."""
-        return kind in self._measured_alone or self._num_measured[kind] >= _PATIENCE
+    def is_measured(self, kind: Hashable, times: int = 1) -> bool:
+        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible.
+
+        It must have been measured at least `times` times.
+        """
+        count = self._num_measured[kind]
+        return count >= times and (kind in self._measured_alone or count >= _PATIENCE)
 
     def is_stale(self, kind: Hashable) -> bool:
         """Return whether a kind's known cost is stale, because many calls in a row did not run alone.

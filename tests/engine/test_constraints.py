@@ -228,7 +228,7 @@ def test_auto_drafts_under_a_constraint_when_forced_tokens_pay():
             round_budget = engine._loop.round_budget
             round_budget.costs.clear()
             round_budget.costs |= {(k, Variant.CONSTRAINED, 1): 1 + k / 2 for k in (0, 4)}
-            round_budget.is_measured = round_budget.costs.__contains__
+            round_budget.is_measured = lambda kind, _: kind in engine._loop.round_budget.costs
             round_budget.record = lambda *_: None
             results = engine.generate([Request((1, 2), 36, constraint=constraint)] * 8)
         drafted = [count > 0 for result in results[2:] for count in result.drafted]

@@ -150,6 +150,8 @@ def test_first_call_counts_only_until_second_measurement():
         assert round_budget.costs == {"kind": 1.0} and round_budget.is_measured("kind")
     round_budget.record("another", 9.0)  # a program's first call is slow even if it runs alone
     assert not round_budget.is_measured("another")
+    round_budget.record("another", 1.0)
+    assert round_budget.is_measured("another", 2) and not round_budget.is_measured("another", 3)
 
 
 def test_warm_up_measures_cost_of_each_kind(monkeypatch):
