@@ -297,6 +297,25 @@ def grammars(minutes: Annotated[float, typer.Option("--minutes", min=0.1)] = 20.
 
 
 @app.command()
+def constraints(
+    pair: Pair = "bundled",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    slots: Annotated[int, typer.Option("--slots", min=1)] = 1,
+    new_tokens: NewTokens = 200,
+    temperature: Temperature = 0.7,
+    repeats: Repeats = 5,
+) -> None:
+    """Compare an engine's choice of draft length under a JSON schema with a fixed length and with plain decoding."""
+    need("llguidance", "Constraints need llguidance, which is not installed; run pip install llguidance")
+    from bench import constraints
+
+    subject = measured(new_tokens, pair, target, draft, None, output)
+    constraints.run(subject, slots, new_tokens, temperature, repeats)
+
+
+@app.command()
 def interrupts(
     count: Annotated[int, typer.Option("--count", min=1, help="Number of signals; they cycle through phases.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Seed for the random moments.")] = 0,

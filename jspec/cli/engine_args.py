@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -21,14 +21,14 @@ def engine_of(
     set_status: Callable[[str], None],
     precision: Precision,
     draft_length: "Callable[[DraftSource], object]",
-    max_length: int | None,
+    max_length: int | Literal["auto"] | None,
     **engine_options: Any,
 ) -> "tuple[Engine, TokenizerFile]":
     """Return an engine that has not been started, and the target's tokenizer.
 
     Args:
         draft_length: a function that maps a drafter to the number of draft tokens.
-        max_length: the maximum sequence length; None for the default length, or the models' maximum if it is smaller.
+        max_length: same as in `jspec.engine.Engine`.
     """
     from jspec.engine import Engine
 

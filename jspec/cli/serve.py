@@ -39,7 +39,7 @@ _MaxLength = Annotated[
         "N",
         "Longest sequence in tokens, prompt included; every slot reserves memory for it.",
         min=2,
-        show_default="1024, or the models' limit",
+        show_default="the models' limit, up to 8192, if it fits into half of the free memory",
     ),
 ]
 _Hosts = Annotated[
@@ -125,7 +125,7 @@ def serve(
         with status_line() as set_status:
             draft_length = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(
-                where, set_status, precision, lambda _: draft_length, max_length, **engine_options
+                where, set_status, precision, lambda _: draft_length, max_length or "auto", **engine_options
             )
             compile_all(engine, set_status)
         server_options = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
@@ -172,6 +172,16 @@ def _listener(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def _room(engine: "Engine") -> str:
+    """Return a line that says how many sequences of which length the engine has memory for."""
+    from jspec.engine.memory_budget import slots_bytes
+
+    device = engine.device
+    size = slots_bytes(device.target, device.drafter, device.sizes)
+    sequences = "1 sequence" if device.sizes.slots == 1 else f"{device.sizes.slots:,} sequences"
+    return f"Room for {sequences} of {device.sizes.length:,} tokens ({size / 1e9:,.1f} GB)"
+
+
 def _run(
     engine: "Engine", tokenizer: "Tokenizer", listener: socket.socket, keep_alive: int, name: str, **server_options: Any
 ) -> None:
@@ -190,6 +200,7 @@ def _run(
             typer.echo(f"{defaults}; a request can override each field.", err=True)
         if note := server.tools_note:
             typer.echo(note, err=True)
+        typer.echo(_room(engine), err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         try:
             run(server, listener, keep_alive)

@@ -31,7 +31,7 @@ from jspec.models.kv_cache import keep
 from jspec.models.llama import Llama
 from jspec.models.logprobs import raw_logprobs, top_logprobs
 
-Allowed = Callable[[RequestParams, DecodeState, Draft], Array]
+Constrain = Callable[[RequestParams, DecodeState, Draft], tuple[Draft, Array]]
 
 
 def decode_round(
@@ -42,20 +42,22 @@ def decode_round(
     params: RequestParams,
     state: DecodeState,
     num_top: int = 0,
-    constrain: Allowed | None = None,
+    constrain: Constrain | None = None,
 ) -> tuple[DecodeState, RoundOutput]:
     """Run one round for all rows. Each row that is not done gains 1 to K + 1 tokens.
 
     If K is 0, the drafter only reads, so that it can draft in a later round. Omit a drafter that has nothing to read.
     If a row requests top log-probabilities, the output has the `num_top` most likely tokens of every distribution.
-    `constrain` returns the tokens allowed at every position, ``bool[B, N + 1, V]``.
+    `constrain` returns the draft, in which it may have replaced tokens, and the tokens allowed at every position,
+    ``bool[B, N + 1, V]``.
     """
-    draft, out_of_vocab, drafter_state = _propose(target, drafter, rule, draft_length, params, state)
+    replaces = constrain is not None
+    draft, out_of_vocab, drafter_state = _propose(target, drafter, rule, draft_length, params, state, replaces)
     with jax.named_scope("verify"):
         embeddings = embeddings_of(drafter)
         allowed = _allowed(params, state, draft, target.config.vocab_size)
         if constrain is not None:
-            constrained = constrain(params, state, draft)
+            draft, constrained = constrain(params, state, draft)
             allowed = constrained if allowed is None else constrained & allowed
         read, cache = verify(target, draft_length, params, state, draft, features_of(drafter), embeddings, allowed)
         if embeddings is not None:  # the pass has read all ids; later steps accept vocabulary ids only
@@ -113,8 +115,12 @@ def _propose(
     draft_length: DraftLength,
     params: RequestParams,
     state: DecodeState,
+    replaces: bool,
 ) -> tuple[Draft, Array, PyTree]:
-    """Return the draft (empty without a drafter), its `RoundOutput.out_of_vocab`, and the drafter's state."""
+    """Return the draft (empty without a drafter), its `RoundOutput.out_of_vocab`, and the drafter's state.
+
+    If something `replaces` tokens of drafts, the drafter may not have read the tokens that a round commits.
+    """
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None or not draft_length.max_draft_tokens:
         empty = jnp.zeros((batch, 0, vocab_size), jnp.float32)
@@ -130,6 +136,7 @@ def _propose(
             state.token_counts,
             TargetView(target, state.cache, unread=1),
             vocab_size,
+            unread=k + 1 if replaces else 2,
         )
         budget = draft_length.budget(state.draft_length, batch)
         if budget is not None:

@@ -95,6 +95,21 @@ def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
     return Draft(jnp.where(kept, draft.tokens, otherwise), probs, draft.tree, valid)
 
 
+def force_tokens(draft: Draft, forced: Array) -> Draft:
+    """Return a chain in which ``forced[B, K]`` replaces the tokens where it is not negative, and ends the draft.
+
+    A forced token's distribution is one-hot, because it depends only on the tokens before it. The draft's tokens after
+    a forced one are dropped: they were drawn after the tokens that are replaced.
+    """
+    is_forced = forced >= 0
+    kept = mask_draft(draft, jnp.cumsum(is_forced, axis=1) == 0, forced)
+    valid = None if kept.valid is None else kept.valid | is_forced
+    if kept.probs is None:
+        return Draft(kept.tokens, None, draft.tree, valid)
+    one_hot = jax.nn.one_hot(forced, kept.probs.shape[-1], dtype=kept.probs.dtype)  # all zeros for -1
+    return Draft(jnp.maximum(kept.tokens, 0), kept.probs + one_hot, draft.tree, valid)
+
+
 def shared_vocabulary(drafter: str, *sizes: int | None) -> int | None:
     """Return the vocabulary size that the parts of `drafter` share: the smallest one if they differ only in padding.
 

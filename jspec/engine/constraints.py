@@ -1,7 +1,8 @@
 """Constraints on output, such as grammars. The host computes the allowed tokens between drafting and verification.
 
 The allowed tokens mask the target's distribution at every position of a draft. The output therefore has exactly the
-constrained model's distribution, whatever the drafter and the draft length.
+constrained model's distribution, whatever the drafter and the draft length. Where a constraint leaves only one text,
+such as the next key of a JSON object, that text's tokens replace the drafter's.
 """
 
 import abc
@@ -10,7 +11,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, TypeVarTuple, cast
+from typing import NamedTuple, Protocol, Self, TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import Array, lax
 
 from jspec.core.types import Draft
 from jspec.decoding.state import DecodeState, RequestParams
+from jspec.drafters.drafts import force_tokens
 from jspec.engine.grammar_worker import DeadEnd, tree_masks
 
 _LOG = logging.getLogger("jspec")
@@ -46,6 +48,17 @@ class Matcher(Protocol):
         ...
 
 
+class ForcingMatcher(Matcher, Protocol):
+    """A matcher that also drafts. The output's distribution does not depend on these drafts."""
+
+    def forced(self) -> Sequence[int]:
+        """Return the tokens that must or will probably follow; empty if there are none.
+
+        They must depend only on the tokens consumed so far.
+        """
+        ...
+
+
 class ConstraintError(Exception):
     """An error raised if a constraint cannot be met.
 
@@ -56,6 +69,24 @@ class ConstraintError(Exception):
     def __init__(self, message: str, code: str):
         super().__init__(message)
         self.code = code
+
+
+class DraftMasks(NamedTuple):
+    """The masks for a draft, and its forced tokens.
+
+    Attributes:
+        masks: ``uint32[N + 1, ceil(V / 32)]``, the masks after the text and after each draft node. In a chain with
+            forced tokens, these tokens are the nodes, and all later nodes are ignored.
+        forced: ``int32[N]``, the tokens of `ForcingMatcher.forced` that replace the nodes' tokens; -1 for no token.
+    """
+
+    masks: np.ndarray
+    forced: np.ndarray
+
+    @classmethod
+    def dead_end(cls, count: int, size: int) -> Self:
+        """Return `count` masks of `size` words that allow nothing."""
+        return cls(np.zeros((count, size), np.uint32), np.full(count - 1, -1, np.int32))
 
 
 class MaskSource(abc.ABC):
@@ -72,8 +103,8 @@ class MaskSource(abc.ABC):
         """
 
     @abc.abstractmethod
-    def masks(self) -> np.ndarray:
-        """Wait for the masks, ``uint32[N + 1, ceil(V / 32)]``, and return them.
+    def masks(self) -> DraftMasks:
+        """Wait for the masks and the forced tokens, and return them.
 
         All masks are zero if no token may follow the text.
 
@@ -98,7 +129,7 @@ class _InProcess(MaskSource):
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
         self._question = text, drafted, parents
 
-    def masks(self) -> np.ndarray:
+    def masks(self) -> DraftMasks:
         text, drafted, parents = self._question
         size = -(-self._vocab_size // 32)
         masks = np.full((len(drafted) + 1, size), _ALL, np.uint32)
@@ -111,13 +142,13 @@ class _InProcess(MaskSource):
             return self._matcher
 
         try:
-            computed = tree_masks(self._matcher, drafted, parents, self._vocab_size, reset)
+            computed, forced = tree_masks(self._matcher, drafted, parents, self._vocab_size, reset)
         except DeadEnd:
-            return np.zeros_like(masks)
+            return DraftMasks.dead_end(*masks.shape)
         for mask, bits in zip(masks, computed, strict=True):
             if bits is not None:
                 mask[:] = np.frombuffer(bits, np.uint32)[:size] if len(bits) else 0
-        return masks
+        return DraftMasks(masks, np.array(forced, np.int32))
 
     def _consume_text(self, tokens: Sequence[int]) -> None:
         while self._consumed < len(tokens):
@@ -187,10 +218,10 @@ class Constraints:
         """Return an error that explains why no token may follow `text`, a constrained request's new tokens."""
         active = self._active[number]
         active.attempt(active.source.ask, text, (), ())
-        masks = None if active.error else active.attempt(active.source.masks)
-        if masks is None:
+        found = None if active.error else active.attempt(active.source.masks)
+        if found is None:
             return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
-        if masks.any():
+        if found.masks.any():
             return ConstraintError(
                 "No token may follow: logit_bias or min_tokens forbids every token that the constraint allows; "
                 "relax one of the two.",
@@ -210,18 +241,18 @@ class Constraints:
         return self._active[number].number if number else 0
 
 
-def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> Array:
-    """Return ``bool[B, N + 1, V]``: the tokens allowed after each row's text and after each draft token."""
+def constrain(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_size: int) -> tuple[Draft, Array]:
+    """Return the draft with forced tokens, and ``bool[B, N + 1, V]``: the tokens allowed at each of its positions."""
     batch, nodes, size = state.lengths.shape[0], draft.tokens.shape[1] + 1, -(-vocab_size // 32)
-    shape = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32)
+    shapes = jax.ShapeDtypeStruct((batch, nodes, size), jnp.uint32), jax.ShapeDtypeStruct((batch, nodes - 1), jnp.int32)
     assert params.constraints is not None, "some row is constrained"
     numbers = jnp.where(state.done, 0, params.constraints)
     parents = jnp.broadcast_to(jnp.asarray(draft.topology.parents, jnp.int32), (batch, nodes - 1))
 
-    def ask_host() -> Array:
+    def ask_host() -> tuple[Array, Array]:
         return jax.pure_callback(
             functools.partial(_compute_masks, size),
-            shape,
+            shapes,
             numbers,
             params.prompt_lengths,
             state.lengths,
@@ -230,17 +261,20 @@ def allowed(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_si
             parents,
         )
 
-    def allow_all() -> Array:
-        return jnp.full(shape.shape, _ALL, jnp.uint32)
+    def allow_all() -> tuple[Array, Array]:
+        return jnp.full(shapes[0].shape, _ALL, jnp.uint32), jnp.full(shapes[1].shape, -1, jnp.int32)
 
-    bits = cast(Array, lax.cond(numbers.any(), ask_host, allow_all))
+    bits, forced = cast(tuple[Array, Array], lax.cond(numbers.any(), ask_host, allow_all))
     is_allowed = bits[..., None] >> lax.broadcast_to_rank(jnp.arange(32, dtype=jnp.uint32), bits.ndim + 1) & 1
-    return is_allowed.reshape(batch, nodes, -1)[..., :vocab_size] != 0
+    if draft.topology.is_chain:
+        draft = force_tokens(draft, forced)
+    return draft, is_allowed.reshape(batch, nodes, -1)[..., :vocab_size] != 0
 
 
-def _compute_masks(size: int, *arrays: Array) -> np.ndarray:
+def _compute_masks(size: int, *arrays: Array) -> tuple[np.ndarray, np.ndarray]:
     numbers, starts, ends, tokens, drafted, parents = map(np.asarray, arrays)
     bits = np.full((len(numbers), drafted.shape[1] + 1, size), _ALL, np.uint32)
+    forced = np.full(drafted.shape, -1, np.int32)
     pending: list[tuple[int, _ActiveConstraint]] = []
     for row in np.flatnonzero(numbers):
         active = _active_constraints.get(int(numbers[row]))
@@ -250,7 +284,7 @@ def _compute_masks(size: int, *arrays: Array) -> np.ndarray:
         active.attempt(active.source.ask, text, drafted[row].tolist(), parents[row].tolist())
         pending.append((int(row), active))
     for row, active in pending:  # all sources compute at the same time
-        masks = None if active.error else active.attempt(active.source.masks)
-        if masks is not None:
-            bits[row] = masks
-    return bits
+        found = None if active.error else active.attempt(active.source.masks)
+        if found is not None:
+            bits[row], forced[row] = found
+    return bits, forced

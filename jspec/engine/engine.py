@@ -21,7 +21,7 @@ from jspec.engine import validate_options as arguments
 from jspec.engine.background_compile import Compiler
 from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
-from jspec.engine.memory_budget import check_memory
+from jspec.engine.memory_budget import check_memory, shortened
 from jspec.engine.request import Request, Result
 from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
@@ -46,7 +46,8 @@ class Engine:
             called.
         slots: the number of requests to decode at once. Other requests wait.
         max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
-            default is 1,024, or the models' number of positions if that is less.
+            default is 1,024, or the models' number of positions if that is less. "auto" is up to 8,192 tokens, halved
+            until the slots take at most half of the free memory, but at least 1,024.
         num_draft_tokens: K, the number of draft tokens per round. "auto" chooses between 0, 1, 2, 4 and 8 during
             decoding, from the measured cost of rounds and the recent acceptance rate. A tree drafter drafts its whole
             tree or nothing.
@@ -70,7 +71,7 @@ class Engine:
         draft: DraftSource | None = None,
         *,
         slots: int = 8,
-        max_length: int | None = None,
+        max_length: int | Literal["auto"] | None = None,
         num_draft_tokens: int | Literal["auto"] = "auto",
         accept: str | Rule = "rejection",
         max_waiting: int = 64,
@@ -80,23 +81,23 @@ class Engine:
         call_seconds: float = 0.03,
         journal: bool = False,
     ):
-        max_length = arguments.length(target, draft, max_length)
-        counts = {"slots": slots, "max_length": max_length, "max_waiting": max_waiting, "read_tokens": read_tokens}
-        counts |= {"rounds": rounds, "the smallest of chunks": min(chunks, default=0)}
-        check_counts(**counts)
+        length = arguments.length(target, draft, max_length)
+        counts = {"slots": slots, "max_length": length, "max_waiting": max_waiting, "read_tokens": read_tokens}
+        check_counts(**counts, rounds=rounds, **{"the smallest of chunks": min(chunks, default=0)})
         drafter, rule, lengths = None if draft is None else as_drafter(draft), check_rule(accept), (0,)
         if drafter is not None:
             lengths = arguments.lengths(target, drafter, num_draft_tokens, rule)
             arguments.check_readable(drafter)
-        chunks = tuple(sorted({min(size, whole_tiles(max_length)) for size in chunks}))
+        chunks = tuple(sorted({min(size, whole_tiles(length)) for size in chunks}))
         num_top = min(_MAX_TOP, target.config.vocab_size)
-        sizes = Sizes(slots, max_length, 8, chunks, lengths, rounds, num_top, arguments.small_batches(target, slots))
-        self._num_draft_tokens = lengths[-1] or None
-        self._sizes, self._max_waiting = sizes, max_waiting
+        sizes = Sizes(slots, length, 8, chunks, lengths, rounds, num_top, arguments.small_batches(target, slots))
+        self._num_draft_tokens, self._max_waiting = lengths[-1] or None, max_waiting
         with explicit_transfers():
             self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
+        self._sizes = sizes
         self._check(Request((0,), 1), target, drafter)  # validates the models
         arguments.check_one_device((target, drafter))
+        self._sizes = sizes = shortened(target, drafter, sizes) if max_length == "auto" else sizes
         check_memory(target, drafter, sizes)
         self.device = Runner(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)

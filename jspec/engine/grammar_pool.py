@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jspec.engine import grammar_worker as worker
-from jspec.engine.constraints import ConstraintError, MaskSource
+from jspec.engine.constraints import ConstraintError, DraftMasks, MaskSource
 
 _COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # wall-clock time; the worker limits CPU time
 _NO_PROCESS = "No process for a grammar can be started now; try again later."
@@ -242,7 +242,7 @@ class GrammarMasks(MaskSource):
         with contextlib.suppress(OSError):  # the process has ended, which `masks` reports
             worker.send(self._connection, question)
 
-    def masks(self) -> np.ndarray:
+    def masks(self) -> DraftMasks:
         answer = self._answer()
         if answer is None and not (self._process and self._grammar.is_alive):
             raise ConstraintError(
@@ -260,8 +260,10 @@ class GrammarMasks(MaskSource):
                 "constraint_too_complex",
             )
         if len(answer) == 1:
-            return np.zeros((self._count, self._size), np.uint32)
-        return np.frombuffer(answer, np.uint32, offset=1).reshape(self._count, self._size)
+            return DraftMasks.dead_end(self._count, self._size)
+        words = np.frombuffer(answer, np.uint32, offset=1)
+        masks, forced = np.split(words, [self._count * self._size])
+        return DraftMasks(masks.reshape(self._count, self._size), forced.view(np.int32))
 
     def _answer(self) -> bytes | None:
         """Return the process's answer, or None if the process has ended or takes too long."""

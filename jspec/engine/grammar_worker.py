@@ -62,10 +62,18 @@ class _Matcher(Protocol[Mask]):  # a `jspec.engine.constraints.Matcher`
     def rollback(self, count: int) -> None: ...
 
 
+class _Forcing(Protocol):  # a `jspec.engine.constraints.ForcingMatcher`
+    def forced(self) -> Sequence[int]: ...
+
+
 def tree_masks(
     matcher: _Matcher[Mask], drafted: Sequence[int], parents: Sequence[int], vocab_size: int, reset: "_Reset[Mask]"
-) -> list[Mask | bytes | None]:
-    """Return the masks after the text and after each draft node; None for a node that cannot be reached.
+) -> tuple[list[Mask | bytes | None], list[int]]:
+    """Return the masks after the text and after each draft node, and the forced tokens.
+
+    The mask of a node that cannot be reached is None. In a chain, the first tokens that a matcher with the method
+    `forced` forces replace the draft's tokens, and the draft ends after them. The second list holds each node's forced
+    token; -1 for a node without one. The forced tokens must depend only on the tokens before them.
 
     Args:
         matcher: a `jspec.engine.constraints.Matcher` at the end of the text.
@@ -76,15 +84,29 @@ def tree_masks(
             matcher that failed after a draft token, never after the text. A failed node's mask, b"", allows nothing.
     """
     masks: list[Mask | bytes | None] = [None] * (len(drafted) + 1)
+    tokens, forced = [*drafted], [-1] * len(drafted)
+    may_force = hasattr(matcher, "forced") and [*parents] == [*range(len(drafted))]
     children: list[list[int]] = [[] for _ in masks]
     for node, parent in enumerate(parents, 1):
         children[parent].append(node)
 
+    def force(node: int, path: list[int]) -> None:
+        nonlocal matcher, may_force
+        try:
+            run = [*cast(_Forcing, matcher).forced()][: len(drafted) - node]
+        except Exception:  # masks must not depend on the draft length, so only the forced tokens are missing
+            matcher, run = reset(path), []
+        if run:
+            forced[node : node + len(run)], may_force = run, False
+            tokens[node:] = [*run, *[vocab_size] * (len(drafted) - node - len(run))]
+
     def visit(node: int, path: list[int]) -> None:
         nonlocal matcher
         masks[node] = matcher.allowed()
+        if may_force and children[node]:
+            force(node, path)
         for child in children[node]:
-            token = drafted[child - 1]
+            token = tokens[child - 1]
             if token >= vocab_size:
                 continue
             try:
@@ -96,7 +118,7 @@ def tree_masks(
                 matcher = reset(path)
 
     visit(0, [])
-    return masks
+    return masks, forced
 
 
 class DeadEnd(Exception):
@@ -142,6 +164,17 @@ class LLGuidance:
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens."""
         self._matcher.rollback(count)
+
+    def forced(self) -> list[int]:
+        """Return the usual tokens of the text that must follow, such as the next key of a JSON object.
+
+        Raises:
+            RuntimeError: the grammar is too complex.
+        """
+        tokens = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():
+            raise RuntimeError(sentence(self._matcher.get_error()))
+        return tokens
 
 
 def compile_grammar(tokenizer: "LLTokenizer", kind: str, text: str, num_bytes: int) -> LLGuidance:
@@ -330,8 +363,9 @@ def _serve_matcher(connection: socket.socket, first: LLGuidance, vocab_size: int
                 if not matcher.consume(token):
                     raise RuntimeError("the grammar rejected a token that it had allowed")
             text += new
-            masks = tree_masks(matcher, drafted, parents, vocab_size, reset)
+            masks, forced = tree_masks(matcher, drafted, parents, vocab_size, reset)
             answer = b"+" + b"".join(_mask_bytes(mask, len(cast(bytes, masks[0]))) for mask in masks)
+            answer += struct.pack(f"={len(forced)}i", *forced)
         except DeadEnd:
             answer = b"+"
         except Exception as error:

@@ -16,6 +16,7 @@ from jspec.engine.slots import AnyDrafter, Sizes, Slots, empty_slots
 from jspec.models.llama import Llama
 from jspec.planning.memory import PROB_ARRAYS
 
+_LEAST_LENGTH = 1024  # tokens that `shortened` leaves
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
@@ -46,6 +47,18 @@ def check_memory(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Non
         f"{sizes.slots:,} slots of {sizes.length:,} tokens take {needed / 1e9:,.2f} GB, but only "
         f"{free / 1e9:,.2f} GB of memory is free; {' or '.join(fits) or 'a smaller model'} would fit."
     )
+
+
+def shortened(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Sizes:
+    """Halve the length until the slots take at most half of the free memory, but not below 1,024 tokens.
+
+    The length has few possible values, because a start with another length would compile all programs again.
+    """
+    (device,) = jax.tree.leaves(target)[0].devices()
+    free = free_bytes(device)
+    while free is not None and sizes.length >= 2 * _LEAST_LENGTH and 2 * slots_bytes(target, drafter, sizes) > free:
+        sizes = dataclasses.replace(sizes, length=sizes.length // 2)
+    return sizes
 
 
 def slots_bytes(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> int:

@@ -4,6 +4,7 @@ from collections import deque
 
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest, Scheduler
+from jspec.engine.slots import Variant
 
 
 class Prefill:
@@ -72,9 +73,9 @@ class Prefill:
         self.has_run = True
         return smallest * num_slots
 
-    def catch_up_drafter(self, decoding: dict[int, ActiveRequest], num_draft_tokens: int) -> None:
+    def catch_up_drafter(self, decoding: dict[int, ActiveRequest], num_draft_tokens: int, variant: Variant) -> None:
         """Let the drafter catch up if too much is unread, starting with the request with the fewest unread tokens."""
-        budget, max_unread = self._tokens, self._runner.max_unread(num_draft_tokens)
+        budget, max_unread = self._tokens, self._runner.max_unread(num_draft_tokens, variant)
         for slot, active in sorted(decoding.items(), key=lambda entry: entry[1].num_unread):
             if active.num_unread > max_unread and budget > 0:
                 self.has_run = True

@@ -7,7 +7,7 @@ from jax import Array
 
 from jspec.acceptance.base import Rule
 from jspec.core.types import PyTree, pytree
-from jspec.decoding.round import Allowed
+from jspec.decoding.round import Constrain
 from jspec.engine.slots import Bools, Ints
 
 
@@ -71,4 +71,4 @@ class RoundSpec:
     max_rounds: int
     temperature_only: bool
     num_top: int = 0
-    constrain: Allowed | None = None
+    constrain: Constrain | None = None

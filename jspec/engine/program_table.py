@@ -11,7 +11,7 @@ import numpy as np
 from jspec.acceptance.base import Rule
 from jspec.core.types import PyTree
 from jspec.engine import programs
-from jspec.engine.constraints import allowed
+from jspec.engine.constraints import constrain
 from jspec.engine.program_inputs import CallLimits, RoundSpec, TextPiece
 from jspec.engine.slots import Sizes, Slots, Variant, get_row
 
@@ -43,7 +43,7 @@ def function_and_inputs(
     if variant >= Variant.FULL:
         spec = dataclasses.replace(spec, num_top=sizes.top_logprobs)
     if variant is Variant.CONSTRAINED:
-        spec = dataclasses.replace(spec, constrain=functools.partial(allowed, vocab_size=vocab_size))
+        spec = dataclasses.replace(spec, constrain=functools.partial(constrain, vocab_size=vocab_size))
     rows = np.zeros(sizes.slots, bool)
     chosen = [jax.ShapeDtypeStruct((count,), np.int32)] * (count < sizes.slots)
     return functools.partial(programs.decode_rounds, spec=spec), (CallLimits.on_host(rows, 0, rows), *chosen)

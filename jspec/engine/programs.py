@@ -92,9 +92,10 @@ def prefill(
         num_top: the number of most likely tokens that the scores include; -1 for no scores.
     """
     features = features_of(drafter)
-    tokens, row = piece.tokens[:, :-1], get_row(slots.state.cache, slot)
-    target_features, hidden, row = _forward(target, features, tokens, row, piece.start[None])
-    slots = _set_cache(slots, set_row(slots.state.cache, row, slot))
+    # Select the row within the cache. A copy of the row would cost time in proportion to the slot's length.
+    cache = dataclasses.replace(slots.state.cache, rows=slot[None])
+    target_features, hidden, cache = _forward(target, features, piece.tokens[:, :-1], cache, piece.start[None])
+    slots = _set_cache(slots, dataclasses.replace(cache, rows=None))
     slots = _record_piece(target, drafter, slots, slot, piece, target_features)
     return slots, None if scored is None else _scores(target, hidden, piece.tokens, scored, num_top)
 
@@ -256,12 +257,13 @@ def reads_own_drafts(drafter: AnyDrafter | None) -> bool:
     return count == 1 or (count == 2 and isinstance(drafter, MixtureDrafter | CascadeDrafter))
 
 
-def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int) -> int:
+def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int, constrained: bool) -> int:
     """Return the largest number of unread tokens with which a drafter may draft. It reads these tokens first.
 
-    In a combined drafter, one part may not have read the tokens that a round gained from another part.
+    In a combined drafter, one part may not have read the tokens that a round gained from another part. A `constrained`
+    call gains forced tokens, which no drafter has read.
     """
-    return 2 if reads_own_drafts(drafter) else num_draft_tokens + 1
+    return 2 if reads_own_drafts(drafter) and not constrained else num_draft_tokens + 1
 
 
 def decode_rounds(
@@ -302,7 +304,8 @@ def _decode_rounds(
         params, counts = keep_temperature(params), None
     is_idle = slots.state.done | limits.stop
     state = dataclasses.replace(slots.state, done=is_idle, token_counts=counts)
-    most_unread, reads_drafts = max_unread(drafter, k), reads_own_drafts(drafter)
+    most_unread = max_unread(drafter, k, constrained=spec.constrain is not None)
+    reads_drafts = reads_own_drafts(drafter) and spec.constrain is None
 
     def body(carry: tuple[Array, DecodeState, Array, Packed]) -> tuple[Array, DecodeState, Array, Packed]:
         i, state, num_read, packed = carry

@@ -34,9 +34,13 @@ class RoundBudget:
             max(1, min(self._max_rounds, round(self._target_seconds / self.costs[kind]))) if kind in self.costs else 1
         )
 
-    def is_measured(self, kind: Hashable) -> bool:
-        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible."""
-        return kind in self._measured_alone or self._num_measured[kind] >= _PATIENCE
+    def is_measured(self, kind: Hashable, times: int = 1) -> bool:
+        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible.
+
+        It must have been measured at least `times` times.
+        """
+        count = self._num_measured[kind]
+        return count >= times and (kind in self._measured_alone or count >= _PATIENCE)
 
     def is_stale(self, kind: Hashable) -> bool:
         """Return whether a kind's known cost is stale, because many calls in a row did not run alone.
@@ -68,7 +72,11 @@ class RoundBudget:
         self._last_end = now
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
-        """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone."""
+        """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone.
+
+        A kind's first call never counts as alone, because a program's first call takes longer than later ones.
+        """
+        alone = alone and self._num_measured[kind] > 0
         if not alone and kind in self._measured_alone:
             return
         if alone:

@@ -161,9 +161,9 @@ class Runner:
         self._run("prefill_batch", pieces, starts, counts, chosen, len(texts))
         return prefilled
 
-    def max_unread(self, num_draft_tokens: int) -> int:
+    def max_unread(self, num_draft_tokens: int, variant: Variant) -> int:
         """Return the largest number of unread tokens with which the drafter may draft `num_draft_tokens`."""
-        return programs.max_unread(self.drafter, num_draft_tokens)
+        return programs.max_unread(self.drafter, num_draft_tokens, variant is Variant.CONSTRAINED)
 
     def catch_up_drafter(self, slot: int, num_unread: int) -> int:
         """Let the drafter catch up in a slot with at most `num_unread` tokens to read. Return how many it reads."""

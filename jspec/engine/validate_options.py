@@ -16,7 +16,7 @@ from jspec.engine.memory_budget import JaxDevice
 from jspec.engine.slots import AnyDrafter
 from jspec.models.language_model import LanguageModel
 
-_LENGTHS, _USUAL_LENGTH = (0, 1, 2, 4, 8), 1024
+_LENGTHS, _USUAL_LENGTH, _LONGEST = (0, 1, 2, 4, 8), 1024, 8192
 
 
 def small_batches(target: LanguageModel, slots: int) -> tuple[int, ...]:
@@ -33,10 +33,13 @@ def _devices(models: PyTree) -> set[JaxDevice]:
     return {device for leaf in jax.tree.leaves(models) if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
-def length(target: LanguageModel, draft: object, wanted: int | None) -> int:
+def length(target: LanguageModel, draft: object, wanted: int | str | None) -> int:
+    """Return the maximum sequence length; for "auto", the largest that `shortened` may choose."""
     longest = positions(target, draft)
-    if wanted is None:
-        return min(_USUAL_LENGTH, longest)
+    if wanted is None or wanted == "auto":
+        return min(_USUAL_LENGTH if wanted is None else _LONGEST, longest)
+    if isinstance(wanted, str):
+        raise TypeError(f'max_length={wanted!r} is not supported; pass an int or "auto".')
     check_count("max_length", wanted)
     if wanted > longest:
         raise ValueError(

@@ -54,7 +54,7 @@ def _measure_rounds(runner: Runner, round_budget: RoundBudget) -> None:
             break
         _fill_slots(runner)
         for kind, seconds in _round_costs(runner, round_budget, kinds):
-            round_budget.record(kind, seconds, alone=turn > 0)  # a program's first call takes longer than later ones
+            round_budget.record(kind, seconds)
 
 
 def _round_costs(runner: Runner, round_budget: RoundBudget, kinds: Sequence[_Kind]) -> Iterator[tuple[_Kind, float]]:

@@ -3,14 +3,19 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jspec
+from jspec.core.types import Draft
+from jspec.drafters.drafts import force_tokens
 from jspec.engine import Engine, Request
+from jspec.engine.grammar_worker import tree_masks
 from jspec.engine.runner import Runner
+from jspec.engine.slots import Variant
 from support import drafters, oracle
-from support.constrained import OPTIONS, NoMultiples, models, requests, texts
+from support.constrained import OPTIONS, Guesses, NoMultiples, models, requests, texts
 from support.law import NUM_TOKENS, VOCAB, exact_law
 from support.matrix import PROMPTS
 
@@ -41,8 +46,8 @@ def drafter_of(kind):
 
 
 def check_law(report, kind, count):
-    """Check requests with and without a key, decoded alongside unconstrained requests."""
-    kinds = [(keyed, i) for _ in range(count) for i in range(2) for keyed in (0, 1)]
+    """Check requests with and without a key, with and without forced tokens, decoded alongside unconstrained ones."""
+    kinds = [(keyed, i, forces) for _ in range(count // 2) for forces in (0, 1) for i in range(2) for keyed in (0, 1)]
     keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
     requests = [
         Request(
@@ -50,22 +55,22 @@ def check_law(report, kind, count):
             NUM_TOKENS,
             jspec.SamplingParams(**SETTINGS[i]),
             next(keys) if keyed else None,
-            constraint=NoMultiples,
+            constraint=Guesses if forces else NoMultiples,
         )
-        for keyed, i in kinds
+        for keyed, i, forces in kinds
     ]
-    counts = np.zeros((2, 2, VOCAB**NUM_TOKENS), np.int64)
+    counts = np.zeros((2, 2, 2, VOCAB**NUM_TOKENS), np.int64)
     drafts = {"num_draft_tokens": 2} if kind == "chain" else {}
     with Engine(models()[0], drafter_of(kind), slots=32, max_waiting=256, **OPTIONS, **drafts) as engine:
         free = [Request(PROMPTS[2], NUM_TOKENS)] * 20
         results = engine.generate([*free, *requests])[len(free) :]
-    for (keyed, i), result in zip(kinds, results, strict=True):
+    for setting, result in zip(kinds, results, strict=True):
         assert result.finish_reason == "length", result.error
-        counts[keyed, i, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
-    p_values = [oracle.p_value(counts[keyed, i], law(i)) for keyed in (0, 1) for i in range(2)]
-    sees = oracle.detectable(count, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 4)
-    report(settings=4, texts_each=count, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
-    assert min(p_values) > oracle.ALPHA / 4
+        counts[*setting, np.ravel_multi_index(result.tokens, (VOCAB,) * NUM_TOKENS)] += 1
+    p_values = [oracle.p_value(counts[one], law(one[1])) for one in np.ndindex(2, 2, 2)]
+    sees = oracle.detectable(count // 2, VOCAB**NUM_TOKENS - 1, oracle.ALPHA / 8)
+    report(settings=8, texts_each=count // 2, min_p=f"{min(p_values):.2g}", sees_tv=f"{sees:.3f}")
+    assert min(p_values) > oracle.ALPHA / 8
 
 
 @pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
@@ -175,3 +180,57 @@ def test_empty_set_of_allowed_tokens_is_reported():
     with Engine(*models(), slots=3, **OPTIONS) as engine:
         result = engine.generate([Request((1,), 5, jspec.SamplingParams(logit_bias=bias), constraint=NoMultiples)])[0]
     assert result.tokens == [0] and "No token may follow" in result.error
+
+
+def test_draft_ends_after_first_forced_tokens():
+    masks, forced = tree_masks(Guesses(), [0, 5, 5, 5, 5], range(5), VOCAB, lambda _: 1 / 0)
+    assert forced == [-1, 1, 0, -1, -1]
+    assert [mask is None for mask in masks] == [False] * 4 + [True] * 2
+    assert tree_masks(Guesses(), [0, 5, 5], [0, 1, 1], VOCAB, lambda _: 1 / 0)[1] == [-1] * 3, "a tree forces nothing"
+    draft = Draft(jnp.array([[0, 5, 5, 5, 5]]), jnp.full((1, 5, VOCAB), 1 / VOCAB))
+    draft = force_tokens(draft, jnp.array([forced]))
+    assert draft.tokens.tolist() == [[0, 1, 0, 0, 0]]
+    assert np.array_equal(draft.probs[0, 1:], [*np.eye(VOCAB)[[1, 0]], *np.zeros((2, VOCAB))])
+
+
+def test_failure_to_force_tokens_changes_no_mask():
+    class Fails(NoMultiples):
+        def forced(self):
+            self.text.append(1)  # the matcher is left in a wrong state
+            raise RuntimeError("planted")
+
+    def reset(path):
+        matcher = Fails()
+        assert all(map(matcher.consume, path))
+        return matcher
+
+    chain = [0, 1, 1, 0], range(4), VOCAB
+    masks, forced = tree_masks(Fails(), *chain, reset)
+    assert forced == [-1] * 4 and masks == tree_masks(NoMultiples(), *chain, None)[0]
+
+
+def test_auto_drafts_under_a_constraint_when_forced_tokens_pay():
+    """With costs at which the drafter's own tokens would not pay, the engine drafts for the forced tokens."""
+
+    class Cycle(NoMultiples):
+        """A constraint that allows only one text."""
+
+        def may(self, token):
+            return token == (self.text[-1] + 1 if self.text else 0) % VOCAB
+
+    class Forcing(Cycle):
+        def forced(self):
+            return [(len(self.text) + i) % VOCAB for i in range(3)]
+
+    shares = {}
+    for constraint in (Cycle, Forcing):
+        with Engine(*models(), slots=1, **OPTIONS) as engine:
+            round_budget = engine._loop.round_budget
+            round_budget.costs.clear()
+            round_budget.costs |= {(k, Variant.CONSTRAINED, 1): 1 + k / 2 for k in (0, 4)}
+            round_budget.is_measured = lambda kind, _: kind in engine._loop.round_budget.costs
+            round_budget.record = lambda *_: None
+            results = engine.generate([Request((1, 2), 36, constraint=constraint)] * 8)
+        drafted = [count > 0 for result in results[2:] for count in result.drafted]
+        shares[constraint] = sum(drafted) / len(drafted)
+    assert shares[Cycle] < 0.2 and shares[Forcing] > 0.8, shares

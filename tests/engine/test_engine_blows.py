@@ -188,7 +188,7 @@ def test_combined_drafter_catches_up_before_drafting(models, drafter):
     runner.assign_slot(0, request.row(1, VOCAB), len(prompt))
     runner.prefill(0, prompt, 0)
     outputs = [unpack(runner.decode_rounds(0, 1, stop, Variant.TEMPERATURE_ONLY), [0])[0]]
-    if outputs[0].num_unread > runner.max_unread(8):
+    if outputs[0].num_unread > runner.max_unread(8, Variant.TEMPERATURE_ONLY):
         runner.catch_up_drafter(0, outputs[0].num_unread)
     while not outputs[-1].done:
         outputs.append(unpack(runner.decode_rounds(8, 4, stop, Variant.TEMPERATURE_ONLY), [0])[0])

@@ -148,6 +148,10 @@ def test_first_call_counts_only_until_second_measurement():
     for seconds, alone in ((1.0, True), (9.0, False)):
         round_budget.record("kind", seconds, alone)
         assert round_budget.costs == {"kind": 1.0} and round_budget.is_measured("kind")
+    round_budget.record("another", 9.0)  # a program's first call is slow even if it runs alone
+    assert not round_budget.is_measured("another")
+    round_budget.record("another", 1.0)
+    assert round_budget.is_measured("another", 2) and not round_budget.is_measured("another", 3)
 
 
 def test_warm_up_measures_cost_of_each_kind(monkeypatch):
@@ -191,11 +195,11 @@ def test_prefill_between_calls_is_not_counted_as_cost(monkeypatch):
 
 
 def test_caller_time_between_calls_is_excluded(monkeypatch):
-    round_budget, now = RoundBudget(1, 1.0), iter([0.0, 1.0, 100.0, 101.0, 102.0])
+    round_budget, now = RoundBudget(1, 1.0), iter([0.0, 1.0, 2.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(now))
-    round_budget.record_call("kind", 1, True, True)
-    round_budget.record_call("kind", 1, True, True)
-    round_budget.exclude_time(98.0)
+    for _ in range(3):
+        round_budget.record_call("kind", 1, True, True)
+    round_budget.exclude_time(97.0)
     round_budget.record_call("kind", 1, True, True)
     assert round_budget.costs == {"kind": 1.0} and len(round_budget._measurements["kind"]) == 1
     round_budget.exclude_time(0.2)  # a brief pause while the device keeps working

@@ -1,5 +1,6 @@
 """Slots that do not fit into memory are rejected before allocation, with the sizes that would fit."""
 
+import dataclasses
 import re
 import types
 
@@ -10,7 +11,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine
 from jspec.engine import memory_budget as rooms
-from jspec.engine.memory_budget import free_bytes, slots_bytes
+from jspec.engine.memory_budget import free_bytes, shortened, slots_bytes
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes
 from jspec.planning.memory import PROB_ARRAYS
@@ -97,3 +98,19 @@ def test_free_memory_of_device_comes_from_its_statistics(stats, free):
 def test_default_length_is_limited_by_model(known, length):
     target = toys.tiny_llama(0, 1, max_position_embeddings=known)
     assert Engine(target, slots=1).device.sizes.length == length
+
+
+@pytest.mark.parametrize(
+    "known, share, length",
+    [(16384, 2.1, 8192), (16384, 1.9, 4096), (16384, 0.01, 1024), (3000, 1.0, 1500), (700, 0, 700)],
+)
+def test_auto_length_takes_at_most_half_of_free_memory(monkeypatch, known, share, length):
+    """`share` is the free memory, relative to the slots at the longest possible length."""
+    target = toys.tiny_llama(0, 1, max_position_embeddings=known)
+    sizes = Engine(target, slots=2, max_length=min(known, 8192)).device.sizes
+    most = slots_bytes(target, None, sizes)
+    monkeypatch.setattr(rooms, "free_bytes", lambda _: share * most)
+    found = shortened(target, None, sizes)
+    assert found == dataclasses.replace(sizes, length=length)
+    monkeypatch.setattr(rooms, "free_bytes", lambda _: None)
+    assert Engine(target, slots=2, max_length="auto").device.sizes == sizes

@@ -33,12 +33,15 @@ def started(*options, command=("-m", "jspec", "serve")):
     options += ("--num-draft-tokens", 2) if "--draft" in options else ()
     command = [sys.executable, *map(str, command), *map(str, options)]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    lines = [process.stderr.readline(), process.stderr.readline()]
-    ready = r"Compiling: this takes minutes the first time, and seconds once the programs are cached\nServing here at http://127.0.0.1:\d+\n"
+    lines = [process.stderr.readline() for _ in range(3)]
+    ready = (
+        r"Compiling: this takes minutes the first time, and seconds once the programs are cached\n"
+        r"Room for 2 sequences of 128 tokens \(\d+\.\d GB\)\nServing here at http://127.0.0.1:\d+\n"
+    )
     if not re.fullmatch(ready, "".join(lines)):
         process.kill()  # otherwise reading the rest of its output never ends
         pytest.fail("".join(lines) + process.stderr.read())
-    return process, lines[1].split()[-1]
+    return process, lines[-1].split()[-1]
 
 
 def test_sigterm_loses_no_answer(sources):

@@ -38,6 +38,13 @@ class NoMultiples:
         del self.text[len(self.text) - count :]
 
 
+class Guesses(NoMultiples):
+    """The same constraint, which after every second token forces two tokens, allowed or not."""
+
+    def forced(self):
+        return [(self.text[-1] + 1) % VOCAB, self.text[-1]] if len(self.text) % 2 else []
+
+
 @functools.cache
 def models():
     target = toys.tiny_llama(10)
@@ -53,7 +60,7 @@ def requests(count=6):
             jspec.SamplingParams(temperature=1 + i % 2),
             keys[i],
             eos_ids=(7,),
-            constraint=NoMultiples if i % 3 else None,
+            constraint=(None, NoMultiples, Guesses)[i % 3],
         )
         for i in range(count)
     ]

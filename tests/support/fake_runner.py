@@ -52,7 +52,7 @@ class FakeRunner:
     def constrain(self, make):
         return 0
 
-    def max_unread(self, num_draft_tokens):
+    def max_unread(self, num_draft_tokens, variant):
         return 2
 
     def piece_size(self, num_unread, scored=False):  # a token costs the same however it is read
