@@ -13,16 +13,21 @@ TOOL_QUESTION = "What will the weather be in Paris for the next 3 days? Use the 
 
 
 class Program:
-    """A client under test, with the server's address and the model's name from the command line.
+    """A client under test, with the server's address, the model's name and a tokenizer from the command line.
+
+    Args:
+        package: the client's package, whose version is printed.
+        name: the printed name, if it is not that of the package.
 
     Attributes:
         url: the server's address, without /v1.
         model: the model's name.
+        tokenizer: a folder with a tokenizer, for clients that generate prompts of a given length.
     """
 
-    def __init__(self, package: str) -> None:
-        self._client = f"{package} {importlib.metadata.version(package)}"
-        self.url, self.model = sys.argv[1:3]
+    def __init__(self, package: str, name: str = "") -> None:
+        self._client = f"{name or package} {importlib.metadata.version(package)}"
+        self.url, self.model, self.tokenizer = sys.argv[1:4]
         self._missed = 0
         self._out, sys.stdout = sys.stdout, sys.stderr  # clients print too
         self._loop = asyncio.Runner()  # one for all checks, because clients keep connections

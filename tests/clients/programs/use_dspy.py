@@ -4,10 +4,19 @@ from typing import Any
 
 import dspy
 from checks import QUESTION, TOOL_QUESTION, Program, weather
+from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
 
 program = Program("dspy")
 lm = dspy.LM(f"openai/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False, max_tokens=200)
 dspy.configure(lm=lm)
+
+
+class Asked(dspy.Signature):
+    """Answer with calls of tools."""
+
+    question: str = dspy.InputField()
+    tools: list[dspy.Tool] = dspy.InputField()
+    calls: dspy.ToolCalls = dspy.OutputField()
 
 
 @program.check("LM")
@@ -21,45 +30,42 @@ def _() -> None:
     assert dspy.Predict("question -> answer")(question=QUESTION).answer is not None
 
 
-@program.check("ChainOfThought with typed outputs")
-def _() -> None:
-    found = dspy.ChainOfThought("question -> city: str, population: int")(question=QUESTION)
-    assert isinstance(found.city, str) and isinstance(found.population, int)
-
-
-@program.check("JSONAdapter")
-def _() -> None:
-    with dspy.context(adapter=dspy.JSONAdapter()):
-        found = dspy.Predict("question -> city: str, population: int")(question=QUESTION)
-    assert isinstance(found.city, str) and isinstance(found.population, int)
-
-
-@program.check("native tools")
-def _() -> None:
-    class Asked(dspy.Signature):
-        """Answer with calls of tools."""
-
-        question: str = dspy.InputField()
-        tools: list[dspy.Tool] = dspy.InputField()
-        calls: dspy.ToolCalls = dspy.OutputField()
-
-    with dspy.context(adapter=dspy.JSONAdapter(use_native_function_calling=True)):
-        found: Any = dspy.Predict(Asked)(question=TOOL_QUESTION, tools=[dspy.Tool(weather)])
-    assert "calls" in found
-
-
-@program.check("ReAct")
-def _() -> None:
-    found = dspy.ReAct("question -> answer", tools=[weather], max_iters=2)(question=TOOL_QUESTION)
-    assert found.answer is not None and found.trajectory
-
-
 @program.check("streamify")
 async def _() -> None:
     listener = dspy.streaming.StreamListener(signature_field_name="answer")
     predict = dspy.streamify(dspy.Predict("question -> answer"), stream_listeners=[listener])
     *_, last = [part async for part in predict(question=QUESTION)]
     assert isinstance(last, dspy.Prediction)
+
+
+access = AccessPolicy(provider="served", env_keys=("SERVED_KEY",), base_url=f"{program.url}/v1")
+register_provider(
+    ProviderDefinition.chat(access, compat=OpenAIChatCompat.preset("openai")),
+    supports=ModelSupport(function_calling=True, response_schema=True),
+)
+# DSPy sends formats and tools only to models that it knows, or to those of a declared provider.
+declared = dspy.LM(f"served/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False)
+
+
+@program.check("ChainOfThought with typed outputs")
+def _() -> None:
+    with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
+        found = dspy.ChainOfThought("question -> city: str, population: int")(question=QUESTION)
+    assert isinstance(found.city, str) and isinstance(found.population, int)
+
+
+@program.check("native tools")
+def _() -> None:
+    with dspy.context(lm=declared, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
+        found: Any = dspy.Predict(Asked)(question=TOOL_QUESTION, tools=[dspy.Tool(weather)])
+    assert "calls" in found
+
+
+@program.check("ReAct")
+def _() -> None:
+    with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
+        found = dspy.ReAct("question -> answer", tools=[weather], max_iters=2)(question=TOOL_QUESTION)
+    assert found.answer is not None and found.trajectory
 
 
 program.end()
