@@ -110,3 +110,15 @@ def _hosts(scope: Scope, headers: Headers) -> list[str]:
     _, is_url, rest = scope["path"].partition("://")
     target = [rest.partition("/")[0]] if is_url and not scope["path"].startswith("/") else []
     return headers.getlist("host") + target
+
+
+class WithoutSlash:
+    """Middleware that removes slashes from the end of a path."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        path = scope.get("path", "/")
+        await self._app(scope if path == "/" else {**scope, "path": path.rstrip("/") or "/"}, receive, send)

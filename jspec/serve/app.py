@@ -22,22 +22,28 @@ from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
 from jspec.models.language_model import LanguageModel
-from jspec.serve.access import Access, Guard
+from jspec.serve.access import Access, Guard, WithoutSlash
+from jspec.serve.apis import APIS, Api
 from jspec.serve.constraint_jobs import ConstraintCompiler
+from jspec.serve.conversions import CONVERSIONS, Conversion
 from jspec.serve.errors import Refusal, busy, draining, wrong
+from jspec.serve.fields import ModelBody
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
+from jspec.serve.output_grammar import demand_of
 from jspec.serve.parse_request import Served, number_of_choices, parse_request
 from jspec.serve.request_body import as_json, check_key, read
-from jspec.serve.responses import Answer
-from jspec.serve.schemas import Body, ChatBody, CompletionBody, understood
-from jspec.serve.sse import Stream, Whole, dump, heard
+from jspec.serve.schemas import Body, CompletionBody
+from jspec.serve.sse import Pieces, Stream, Whole, dump, heard
 from jspec.serve.token_text import Names
+from jspec.serve.tools.detect import support_of
+from jspec.serve.validation import understood
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
 _HERE = Access()
 _T = TypeVar("_T")
+AnyBody = TypeVar("AnyBody", bound=ModelBody)
 _MORE_CONSTRAINTS = 4  # constraints beyond the number of slots, which compile while the others are in use
 _UNREAD = 4  # limit on choices that are in progress or not yet fully read, as a multiple of `room`
 
@@ -80,7 +86,9 @@ class Server:
         access: Access = _HERE,
     ):
         target = engine.device.target
-        self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer))
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        support = support_of(tokenizer) if has_template else None
+        self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer), support)
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
         self.room = engine.device.sizes.slots + max_waiting
@@ -91,7 +99,7 @@ class Server:
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
         app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
-        self.app = Guard(app, access, api_key is not None)
+        self.app = Guard(WithoutSlash(app), access, api_key is not None)
 
     def warm_up(self) -> None:
         """Serve one request, so that the first client does not wait for programs that compile on first use.
@@ -113,8 +121,9 @@ class Server:
 
     def _routes(self) -> list[Route]:
         return [
-            Route("/v1/completions", self._answering(CompletionBody), methods=["POST"]),
-            Route("/v1/chat/completions", self._answering(ChatBody), methods=["POST"]),
+            *(Route(path, self._answering(api), methods=["POST"]) for path, api in APIS.items()),
+            *(Route(path, self._converting(one), methods=["POST"]) for path, one in CONVERSIONS.items()),
+            Route("/v1/embeddings", _no_embeddings, methods=["GET", "POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -123,14 +132,20 @@ class Server:
             Route("/", self._page),
         ]
 
-    def _answering(self, kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
+    async def _read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
+        """Read and validate a request body."""
+        check_key(request, self._api_key)
+        content = await read(request, self._max_body)
+        with self._reading.beat():  # the body may be large
+            body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)
+        if "model" in body.model_fields_set and body.model != self._served.name:
+            raise _no_model(body.model, self._served.name)
+        return body
+
+    def _answering(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            check_key(request, self._api_key)
-            content = await read(request, self._max_body)
-            with self._reading.beat():  # the body may be large
-                body = await to_thread.run_sync(_parsed, kind, content, limiter=self._two_at_a_time)
-            if body.model != self._served.name:
-                raise _no_model(body.model, self._served.name)
+            given = await self._read(request, api.kind)
+            body = api.as_body(given)
             with contextlib.ExitStack() as ends:
                 job = self._enter(body)
                 ends.callback(job.delivered)
@@ -138,22 +153,34 @@ class Server:
                 constraint = await self._constraint(request, job, body)
                 with self._reading.beat():
                     await job.begin(body, constraint, self._one_at_a_time)
+                answer = api.answer(job, given)
                 if body.stream:
                     ends.pop_all()  # the stream runs these callbacks when it ends
-                    return Stream(job)
+                    return Stream(job, answer)
                 await _unless_gone(request, job.done())
-                whole = await to_thread.run_sync(Answer(job).whole)  # an echo may be large
+                whole = await to_thread.run_sync(answer.whole)  # an echo may be large
                 job.close()
                 ends.pop_all()  # `Whole` marks the answer as delivered once it is sent
                 return Whole(job, whole)
 
         return answer
 
+    def _converting(self, conversion: Conversion) -> Callable[[Request], Awaitable[Response]]:
+
+        async def answer(request: Request) -> Response:
+            body = await self._read(request, conversion.kind)
+            with self._reading.beat():
+                converted = await to_thread.run_sync(
+                    conversion.convert, self._served, body, limiter=self._one_at_a_time
+                )
+            return Pieces(converted)
+
+        return answer
+
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile the response format. The processes that the format needs end with the job."""
-        if body.response_format is None or not body.is_formatted:
-            return None
-        return await _unless_gone(request, self._constraints.compile(job, body.response_format))
+        """Compile what the body demands of the output. The processes that this needs end with the job."""
+        demand = demand_of(self._served, body)
+        return None if demand is None else await _unless_gone(request, self._constraints.compile(job, demand))
 
     def _enter(self, body: Body) -> Job:
         """Reserve capacity for the request's choices before doing any work on them, or reject the request."""
@@ -234,7 +261,7 @@ def _grammars(target: LanguageModel, tokenizer: Tokenizer) -> Grammars | None:
         return None
 
 
-def _parsed(kind: type[Body], body: bytes) -> Body:
+def _parsed(kind: type[AnyBody], body: bytes) -> AnyBody:
     return understood(kind, as_json(body))
 
 
@@ -258,6 +285,10 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) ->
     finally:
         for one in waiting:
             one.cancel()
+
+
+async def _no_embeddings(request: Request) -> Response:
+    raise Refusal(404, "This server generates text and has no embeddings; send the request to an embedding server.")
 
 
 def _no_model(name: str, served: str) -> Refusal:

@@ -6,6 +6,7 @@ from typing import Any
 from jspec.engine import Request, Result
 from jspec.engine.scheduler import ActiveRequest
 from jspec.serve.parse_request import ParsedRequest, Served
+from jspec.serve.tools.tool_format import Reply
 from jspec.serve.usage import DraftUsage
 from jspec.text.stop_strings import StopAwareDetokenizer
 
@@ -36,6 +37,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.arrived, self.first, self.last = arrived, 0.0, 0.0
+        self._read: tuple[tuple[int, bool], Reply] | None = None
 
     @property
     def request(self) -> Request:
@@ -82,6 +84,17 @@ class Choice:
             self.first = self.first or self.last
         return self.count - before
 
+    @property
+    def reply(self) -> Reply:
+        """The text so far, split into content and calls of functions."""
+        text, calls = self.writer.text[: self.writer.shown], self._parsed.calls
+        if calls is None:
+            return Reply(text, ())
+        key = len(text), self.finish_reason is not None
+        if self._read is None or self._read[0] != key:
+            self._read = key, calls.read(text, key[1])
+        return self._read[1]
+
     def stop(self, reason: str) -> None:
         """End the choice at its current length."""
         if self.finish_reason is None:
@@ -89,8 +102,11 @@ class Choice:
 
     def _write(self, token: int) -> None:
         shows_end = token in self._parsed.body.stop_token_ids and self._parsed.body.include_stop_str_in_output
+        calls = self._parsed.calls
         if token in self._parsed.ends and not shows_end:
             self.writer.add_silent()
+        elif calls is not None and token in calls.markers:
+            self.writer.add_text(calls.markers[token])
         else:
             self.writer.add(token)
 

@@ -44,7 +44,7 @@ class Job:
 
         Args:
             body: the request body.
-            constraint: the compiled response format of the body.
+            constraint: the compiled demand on the output.
             one_at_a_time: the limiter for worker threads.
 
         Raises:
@@ -138,7 +138,7 @@ class Job:
             reasons = {choice.finish_reason for choice in self.choices}
             for choice in self.choices:
                 if choice.finish_reason == "error":
-                    raise _refusal(choice.result)
+                    raise _refusal(choice.result, self.parsed.body.constrained_by)
             if "abort" in reasons:
                 raise draining()
             yield
@@ -173,12 +173,12 @@ class Job:
         return sum((choice.draft_usage() for choice in self.choices), DraftUsage())
 
 
-def _refusal(result: Result) -> Refusal:
+def _refusal(result: Result, field: str) -> Refusal:
     """Return the `Refusal` for a failed result: a client error, a constraint's dead end, or any other failure."""
     if result.error_code in ("constraint_too_complex", "constraint_conflict"):
-        return wrong(str(result.error), "response_format", result.error_code)
+        return wrong(str(result.error), field, result.error_code)
     if result.error_code == "constraint_dead_end":
-        return Refusal(500, str(result.error), "response_format", result.error_code)
+        return Refusal(500, str(result.error), field, result.error_code)
     return failed()
 
 

@@ -1,11 +1,14 @@
 """Conversion of a request body into engine requests with token-id prompts, sampling parameters, keys and end tokens."""
 
 import dataclasses
-import json
+import functools
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
@@ -15,12 +18,18 @@ from jspec.engine.grammars import Grammars
 from jspec.generation.complete import prepare
 from jspec.models.language_model import LanguageModel
 from jspec.models.sampling_defaults import default_sampling
+from jspec.serve.chat_prompt import chat_prompt, texts_of
+from jspec.serve.chat_schemas import ChatBody, Conversation
 from jspec.serve.errors import wrong
-from jspec.serve.schemas import Body, ChatBody, CompletionBody
+from jspec.serve.schemas import Body, CompletionBody
 from jspec.serve.token_text import Names
+from jspec.serve.tools.detect import ToolSupport
+from jspec.serve.tools.tool_format import Reply, ToolFormat
 from jspec.text import eos_ids
-from jspec.text.chat_template import Prompt
-from jspec.text.template_variables import check_variables
+
+_NO_SEED = -1  # as in other servers
+_WORD = 2**32 - 1
+_LEAST_TOP_P = 1e-6  # only the most likely token remains, as OpenAI clients expect of 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Served:
         names: the token names.
         grammars: the factory of output constraints; None if the tokenizer does not expose its internals, or if the
             model has no EOS.
+        tool_support: how the model writes calls of functions; None if it has no chat template.
     """
 
     name: str
@@ -41,6 +51,14 @@ class Served:
     tokenizer: Tokenizer
     names: Names
     grammars: Grammars | None
+    tool_support: ToolSupport | None
+
+    @functools.cached_property
+    def call_markers(self) -> dict[str, int]:
+        """The ids of the special tokens with which the model marks calls."""
+        wanted = self.tool_support.format.special_tokens if self.tool_support and self.tool_support.format else ()
+        vocab = self.tokenizer.get_vocab()
+        return {text: vocab[text] for text in wanted if text in vocab and self.names.is_special(vocab[text])}
 
     @property
     def target(self) -> LanguageModel:
@@ -59,6 +77,28 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calls:
+    """How to read calls of functions in an output.
+
+    Attributes:
+        format: the notation of calls.
+        names: the functions that may be called.
+        markers: the texts of special tokens that mark calls, by id.
+        is_only: whether the output consists of calls. Its other text is then the beginning of a call that was cut off.
+    """
+
+    format: ToolFormat
+    names: frozenset[str]
+    markers: dict[int, str]
+    is_only: bool
+
+    def read(self, text: str, is_whole: bool) -> Reply:
+        """Split the text so far into content and calls."""
+        reply = self.format.parse(text, self.names, is_whole)
+        return Reply("", reply.calls) if self.is_only else reply
+
+
+@dataclasses.dataclass(frozen=True)
 class ParsedRequest:
     """A parsed request body.
 
@@ -72,6 +112,7 @@ class ParsedRequest:
         stop: the stop strings.
         ends: the tokens that end the output, each with its stop reason: a string, an id, or None for one of the model's
             own end tokens.
+        calls: how to read calls of functions in the output; None if it is only text.
     """
 
     body: Body
@@ -81,6 +122,7 @@ class ParsedRequest:
     top: int | None
     stop: tuple[str, ...]
     ends: dict[int, str | int | None]
+    calls: "Calls | None" = None
 
     @property
     def given_prompts(self) -> Sequence[str | list[int]]:
@@ -101,13 +143,13 @@ def parse_request(served: Served, body: Body, constraint: Constraint | None = No
     """
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     stop, ends = _ends(served, body)
-    prompts = _prompts(served, body, param)
+    prompts = _prompts(served, body)
     for prompt in prompts:
         _check(served, body, prompt, param)
     common = _sampling(served, body), constraint
     each = [prompt for prompt in prompts for _ in range(body.n)]
     requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
-    return ParsedRequest(body, prompts, requests, body.max_tokens, _top(body), stop, ends)
+    return ParsedRequest(body, prompts, requests, body.max_tokens, _top(body), stop, ends, _calls(served, body))
 
 
 def number_of_choices(body: Body) -> int:
@@ -115,39 +157,62 @@ def number_of_choices(body: Body) -> int:
     return body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
 
 
-def _prompts(served: Served, body: Body, param: str) -> list[tuple[int, ...]]:
-    prompts: Sequence[Prompt] = body.prompt if isinstance(body, CompletionBody) else []
-    texts = [one for one in prompts if isinstance(one, str)]
+def _prompts(served: Served, body: Body) -> list[tuple[int, ...]]:
     if isinstance(body, ChatBody):
-        messages = [one.plain() for one in body.messages]
-        prompts, texts = [messages], ["".join(one["content"] for one in messages)]
-    _check_characters(served, texts, param)
-    if isinstance(body, CompletionBody):
-        _check_ids(served, [one for one in body.prompt if not isinstance(one, str)], param)
-    template = _template(served, body)
+        return [tuple(ids_of_chat(served, body))]
+    assert isinstance(body, CompletionBody)
+    check_characters(served, [one for one in body.prompt if isinstance(one, str)], "prompt")
+    _check_ids(served, [one for one in body.prompt if not isinstance(one, str)], "prompt")
     try:
-        batch = prepare(served.tokenizer, list(prompts), template=template).batch
+        batch = prepare(served.tokenizer, list(body.prompt)).batch
     except ValueError as error:
-        raise wrong(str(error), param) from None
-    except Exception as error:  # a template can fail in any way
-        raise wrong(f"The {param} cannot be prepared for this model: {' '.join(str(error).split())}.", param) from error
+        raise wrong(str(error), "prompt") from None
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
 
 
-def _template(served: Served, body: Body) -> dict[str, object]:
-    """Return a chat's template variables. The maximum sequence length limits their size, as it does for messages."""
-    name, given = "chat_template_kwargs", body.chat_template_kwargs if isinstance(body, ChatBody) else {}
-    try:
-        _check_characters(served, [json.dumps(given, ensure_ascii=False)], name)
-        return check_variables(name, given, reserved=("tools",))
-    except RecursionError:
-        raise wrong(f"{name} is nested too deeply.", name) from None
-    except ValueError as error:
-        raise wrong(str(error), name) from None
+def ids_of_chat(served: Served, body: Conversation) -> list[int]:
+    """Return the token ids of a chat's prompt.
+
+    Raises:
+        Refusal: the messages are too long, or the chat template rejects them.
+    """
+    for param, text in texts_of(body).items():
+        check_characters(served, [text], param)
+    return chat_prompt(served.tokenizer, served.tool_support, body)
 
 
-def _check_characters(served: Served, texts: Sequence[str], param: str) -> None:
-    """Reject text that is too long before tokenizing it, which might take several seconds."""
+def _calls(served: Served, body: Body) -> Calls | None:
+    if not isinstance(body, ChatBody) or not body.may_call:
+        return None
+    names = frozenset(tool.function.name for tool in body.callable_tools)
+    markers = {i: text for text, i in served.call_markers.items()}
+    return Calls(call_format(served, body), names, markers, body.must_call)
+
+
+def call_format(served: Served, body: ChatBody) -> ToolFormat:
+    """Return the notation in which the model writes calls.
+
+    Raises:
+        Refusal: the model has no chat template, or one with a notation that is not known.
+    """
+    if served.tool_support is None:
+        raise wrong("The conversation needs a chat template, but the model has none; use a chat model.", "messages")
+    if served.tool_support.format is None:
+        raise wrong(
+            "tools is not supported with this model: its chat template writes calls in a notation that this server "
+            "does not know; omit this field.",
+            "tools",
+            "unsupported",
+        )
+    return served.tool_support.format
+
+
+def check_characters(served: Served, texts: Sequence[str], param: str) -> None:
+    """Reject text that is too long before tokenizing it, which might take several seconds.
+
+    Raises:
+        Refusal: a text is too long.
+    """
     if (longest := max(map(len, texts), default=0)) > served.max_length * served.names.longest:
         raise wrong(
             f"There are {longest} characters in {param}, too many for the {served.max_length} tokens that prompt and "
@@ -197,14 +262,11 @@ def _check(served: Served, body: Body, prompt: tuple[int, ...], param: str) -> N
     if max(prompt) >= vocab_size:
         raise wrong(f"{param} holds the id {max(prompt)}, outside the vocabulary of {vocab_size} tokens.", param)
     _check_ids(served, [prompt], param)
-    if len(prompt) + (body.max_tokens or 1) > longest:
-        is_new = isinstance(body, ChatBody) and body.max_completion_tokens is not None
-        limit = "max_completion_tokens" if is_new else "max_tokens"
-        blamed = limit if limit in body.model_fields_set else param
+    if len(prompt) + body.min_tokens > longest:
         raise wrong(
-            f"The {param} ({len(prompt)} tokens) and {limit} ({body.max_tokens}) exceed the {longest} tokens that "
+            f"The {param} ({len(prompt)} tokens) and min_tokens ({body.min_tokens}) exceed the {longest} tokens that "
             "prompt and output may have in total; reduce one of the two.",
-            blamed,
+            "min_tokens",
             "context_length_exceeded",
         )
 
@@ -219,13 +281,11 @@ def _request(
     constraint: Constraint | None,
 ) -> Request:
     room = served.max_length - len(prompt)
-    key = None
-    if body.seed is not None:  # a fixed key type, so that a seed gives the same text whatever JAX's default is
-        key = jax.random.fold_in(jax.random.key(body.seed, impl="threefry2x32"), index)
+    key = None if body.seed in (None, _NO_SEED) else jax.random.fold_in(_seed_key(body.seed), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     return Request(
         prompt,
-        room if body.max_tokens is None else max(1, body.max_tokens),
+        room if body.max_tokens is None else min(room, max(1, body.max_tokens)),
         sampling,
         key,
         tuple(sorted(ends)),
@@ -236,13 +296,19 @@ def _request(
     )
 
 
+def _seed_key(seed: int) -> Array:
+    """Return the key of a 64-bit seed, whatever JAX's settings are. Negative seeds are in two's complement."""
+    words = np.array([seed >> 32 & _WORD, seed & _WORD], np.uint32)
+    return cast(Array, jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32"))
+
+
 def _sampling(served: Served, body: Body) -> SamplingParams:
     """Return the body's sampling parameters, with the model's recommended defaults for those that it omits."""
     return default_sampling(
         served.target,
         temperature=body.temperature,
         top_k=None if body.top_k is None else max(0, body.top_k),
-        top_p=body.top_p,
+        top_p=None if body.top_p is None else max(body.top_p, _LEAST_TOP_P),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,

@@ -3,6 +3,8 @@
 import asyncio
 import hmac
 import json
+import zlib
+from collections.abc import Callable
 from typing import NoReturn
 
 from starlette.requests import Request
@@ -36,22 +38,46 @@ def check_key(request: Request, key: str | None) -> None:
 async def read(request: Request, most: int) -> bytes:
     """Read and return the request body, which may have at most `most` bytes.
 
+    Compressed bodies are expanded, and may have as many bytes then.
+
     Raises:
-        Refusal: the body has more bytes, or takes too long to arrive.
+        Refusal: the body has more bytes, takes too long to arrive, or has an unknown encoding.
     """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
         raise _too_long(most)
-    body = bytearray()
+    expand, body = _expander(request), bytearray()
     try:
         async with asyncio.timeout(_PATIENCE):
             async for piece in request.stream():
-                body += piece
+                body += expand(piece, most + 1 - len(body))
                 if len(body) > most:
                     raise _too_long(most)
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send the request again.") from None
     return bytes(body)
+
+
+def _expander(request: Request) -> Callable[[bytes, int], bytes]:
+    """Return a function that expands the next piece of a body, up to a number of bytes.
+
+    Raises:
+        Refusal: the body's encoding is not supported.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return lambda piece, most: piece
+    if encoding != "gzip":
+        raise Refusal(415, f"The content encoding {encoding[:40]!r} is not supported; use gzip, or none.")
+    inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)  # expects the header of gzip
+
+    def expand(piece: bytes, most: int) -> bytes:
+        try:
+            return inflater.decompress(piece, most)
+        except zlib.error:
+            raise wrong("The body is not valid gzip data, although its content encoding is gzip.") from None
+
+    return expand
 
 
 def as_json(body: bytes) -> Json:

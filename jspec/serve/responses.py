@@ -1,7 +1,6 @@
 """Responses to clients: choices as JSON, either whole or in chunks. A chunk is a part of the whole response."""
 
 import bisect
-import dataclasses
 import itertools
 import math
 import secrets
@@ -13,42 +12,32 @@ from jspec.core.detokenizer import Pieces
 from jspec.core.origins import NAMES
 from jspec.core.types import Json
 from jspec.engine import Result
+from jspec.serve.chat_schemas import ChatBody
 from jspec.serve.choice import Choice
+from jspec.serve.errors import Refusal
 from jspec.serve.job import Job
-from jspec.serve.schemas import ChatBody
+from jspec.serve.parts import CallPart, Cursor, Part
+from jspec.serve.schemas import StreamOptions
 
 _LEAST = -9999.0  # represents minus infinity, as in other servers
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a choice: its character and token ranges, and whether the choice begins or ends in it."""
-
-    choice: Choice
-    characters: slice
-    tokens: slice
-    is_first: bool
-    is_last: bool
-
-    @property
-    def text(self) -> str:
-        """The text of the part."""
-        return self.choice.writer.text[self.characters]
-
-
 class Answer:
     """One job's response, in the format of the completions API or the chat API."""
+
+    last_data = "[DONE]"
 
     def __init__(self, job: Job):
         self._job, self._parsed, self._names = job, job.parsed, job.served.names
         self._is_chat = isinstance(job.parsed.body, ChatBody)
         self._id = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
         self._read: dict[int, list[str]] = {}
-        self._sent = {choice.index: (0, 0, False) for choice in job.choices}
+        lists_tokens = self._parsed.top is not None or self._parsed.body.return_token_ids
+        self._cursors = [Cursor(choice, lists_tokens) for choice in job.choices]
 
     def whole(self) -> dict[str, Json]:
         """Return the whole response. All choices must have ended."""
-        choices = [self._choice(self._next(choice), "message") for choice in self._job.choices]
+        choices = [self._choice(cursor.next(), "message") for cursor in self._cursors]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._head(kind) | {"choices": choices, "usage": self._job.usage()}
 
@@ -58,64 +47,73 @@ class Answer:
         Raises:
             Refusal: a choice has failed.
         """
-        options = self._parsed.body.stream_options
-        usage: dict[str, Json] = {"usage": None} if options and options.include_usage else {}
+        options = self._parsed.body.stream_options or StreamOptions()
         head = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         if self._parsed.echoes:
             await to_thread.run_sync(self._read_prompts)  # a prompt may be long
         async for _ in self._job.news():
-            for choice in self._job.choices:
-                if self._has_more(choice):
-                    part = self._next(choice)
-                    if part.is_first and self._is_chat:  # clients would mistake an earlier event for the first token
-                        role = {"role": "assistant", "content": ""}
-                        yield head | {"choices": [_plain_choice(choice.index, delta=role)]} | usage
+            for cursor in self._cursors:
+                if cursor.has_more():
+                    part = cursor.next()
                     is_large = part.is_first and self._parsed.echoes
                     found = (
                         await to_thread.run_sync(self._choice, part, "delta")
                         if is_large
                         else self._choice(part, "delta")
                     )
-                    yield head | {"choices": [found]} | usage
-        if usage:
+                    yield head | {"choices": [found]} | self._running_usage(options)
+        if options.include_usage:
             yield head | {"choices": [], "usage": self._job.usage()}
+
+    def failure(self, refusal: Refusal) -> dict[str, Json]:
+        """Return the last chunk of an output that cannot continue."""
+        return refusal.as_json()
+
+    def _running_usage(self, options: StreamOptions) -> dict[str, Json]:
+        if options.continuous_usage_stats:
+            return {"usage": self._job.usage()}
+        return {"usage": None} if options.include_usage else {}
 
     def _head(self, kind: str) -> dict[str, Json]:
         return {"id": self._id, "object": kind, "created": self._job.created, "model": self._job.served.name}
 
-    def _has_more(self, choice: Choice) -> bool:
-        characters, tokens, ended = self._sent[choice.index]
-        if ended or choice.finish_reason is not None:
-            return not ended
-        lists = self._parsed.top is not None or self._parsed.body.return_token_ids
-        return choice.writer.shown > characters or (lists and choice.count > tokens)
-
-    def _next(self, choice: Choice) -> Part:
-        """Return the part of the choice that has not been sent yet."""
-        characters, tokens, _ = self._sent[choice.index]
-        end, ended = max(choice.writer.shown, characters), choice.finish_reason is not None
-        self._sent[choice.index] = end, choice.count, ended
-        is_first = characters == tokens == 0
-        return Part(choice, slice(characters, end), slice(tokens, choice.count), is_first, ended)
-
     def _choice(self, part: Part, name: str) -> dict[str, Json]:
         choice, body = part.choice, self._parsed.body
-        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason} if part.is_last else {}
+        ending = {"finish_reason": _reason(choice), "stop_reason": choice.stop_reason} if part.is_last else {}
         if not self._is_chat:
-            text = self._echo(part) + part.text
+            text = self._echo(part) + part.content
             found = _plain_choice(choice.index, text=text, logprobs=self._logprobs(part), **ending)
-        elif name == "message":
-            message = {"role": "assistant", "content": part.text, "refusal": None}
-            found = _plain_choice(choice.index, message=message, logprobs=self._chat_logprobs(part), **ending)
         else:
-            delta = {"content": part.text} if part.text else {}
-            found = _plain_choice(choice.index, delta=delta, logprobs=self._chat_logprobs(part), **ending)
+            fields = {name: self._message(part) if name == "message" else self._delta(part)}
+            found = _plain_choice(choice.index, logprobs=self._chat_logprobs(part), **fields, **ending)
         if body.return_token_ids:
             found["token_ids"] = choice.result.tokens[part.tokens]
             found |= {"prompt_token_ids": list(choice.request.tokens)} if part.is_first else {}
         if body.return_origins:
             found["jspec"] = _origins(part)
         return found
+
+    def _message(self, part: Part) -> dict[str, Json]:
+        content = part.content or (None if part.calls else "")
+        message: dict[str, Json] = {"role": "assistant", "content": content, "refusal": None}
+        return message | ({"tool_calls": [self._call(part, call) for call in part.calls]} if part.calls else {})
+
+    def _delta(self, part: Part) -> dict[str, Json]:
+        """Return a delta. The role comes with the first token, because clients measure the time to the first delta."""
+        delta: dict[str, Json] = {"role": "assistant"} if part.is_first else {}
+        if part.content or (part.is_first and not part.calls):
+            delta["content"] = part.content
+        if part.calls:
+            delta["tool_calls"] = [{"index": call.index} | self._call(part, call) for call in part.calls]
+        return delta
+
+    def _call(self, part: Part, call: CallPart) -> dict[str, Json]:
+        if call.name is None:
+            return {"function": {"arguments": call.arguments}}
+        calls = self._parsed.calls
+        assert calls is not None, "the output has a call"
+        identity: dict[str, Json] = {"id": calls.format.new_id(), "type": "function"}
+        return identity | {"function": {"name": call.name, "arguments": call.arguments}}
 
     def _echo(self, part: Part) -> str:
         return self._prompt_text(part.choice) if self._parsed.echoes and part.is_first else ""
@@ -181,6 +179,11 @@ class Answer:
 
     def _entry(self, token: int, value: float) -> dict[str, Json]:
         return {"token": self._names.text(token), "logprob": _number(value), "bytes": self._names.utf8(token)}
+
+
+def _reason(choice: Choice) -> str | None:
+    """Return the finish reason. A choice that ends with calls has stopped because of them."""
+    return "tool_calls" if choice.finish_reason == "stop" and choice.reply.calls else choice.finish_reason
 
 
 def _plain_choice(index: int, **fields: Json) -> dict[str, Json]:

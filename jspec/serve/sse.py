@@ -5,7 +5,8 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from anyio import to_thread
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -15,7 +16,6 @@ from starlette.types import Message, Receive, Scope, Send
 from jspec.core.types import Json
 from jspec.serve.errors import Refusal, failed
 from jspec.serve.job import Job
-from jspec.serve.responses import Answer
 
 _LOG = logging.getLogger("jspec")
 _PATIENCE = 600.0  # seconds that a client may take to read one piece
@@ -24,11 +24,31 @@ _PIECE = 2**16  # characters
 _PING = 15  # seconds between pings
 
 
-class Whole(StreamingResponse):
-    """A finished job's response as one object. The response counts as delivered afterwards, even if sending fails."""
+class StreamedAnswer(Protocol):
+    """A response in the format of one API, sent in chunks. A chunk's "type", if it has one, names its event."""
 
-    def __init__(self, job: Job, content: dict[str, Json]):
-        self._job = job
+    @property
+    def last_data(self) -> str:
+        """The data of the last event, after all chunks; empty for no such event."""
+        ...
+
+    def chunks(self) -> AsyncIterator[Mapping[str, Json]]:
+        """Yield new output whenever there is any.
+
+        Raises:
+            Refusal: the output cannot continue.
+        """
+        ...
+
+    def failure(self, refusal: Refusal) -> Mapping[str, Json]:
+        """Return the last chunk of an output that cannot continue."""
+        ...
+
+
+class Pieces(StreamingResponse):
+    """One JSON object, which may be large."""
+
+    def __init__(self, content: Mapping[str, Json]):
         super().__init__(_joined(dump_pieces(content)), media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,8 +56,19 @@ class Whole(StreamingResponse):
             async with asyncio.timeout(_PATIENCE):
                 await send(message)
 
+        await super().__call__(scope, functools.partial(heard, receive), send_in_time)
+
+
+class Whole(Pieces):
+    """A finished job's response as one object. The response counts as delivered afterwards, even if sending fails."""
+
+    def __init__(self, job: Job, content: Mapping[str, Json]):
+        self._job = job
+        super().__init__(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, functools.partial(heard, receive), send_in_time)
+            await super().__call__(scope, receive, send)
         finally:
             self._job.delivered()
 
@@ -61,10 +92,11 @@ class _Ping(ServerSentEvent):
 class Stream(EventSourceResponse):
     """A job's response as server-sent events. The job is closed afterwards, even if sending the events fails."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, answer: StreamedAnswer):
         self._job, self._has_begun = job, False
         super().__init__(
-            self._noted(_events(job)),
+            self._noted(_events(answer, job.parsed.echoes)),
+            headers={"Cache-Control": "no-store, no-transform"},  # proxies that compress would hold events back
             sep="\n",
             send_timeout=_PATIENCE,
             ping=_PING,
@@ -84,18 +116,25 @@ class Stream(EventSourceResponse):
             self._job.delivered()
 
 
-async def _events(job: Job) -> AsyncIterator[dict[str, str]]:
+async def _events(answer: StreamedAnswer, is_large: bool) -> AsyncIterator[dict[str, str]]:
+    """Yield an answer's chunks as events. Large chunks, which repeat a prompt, are serialised in a thread."""
     try:
-        async for chunk in Answer(job).chunks():
-            # A chunk that repeats a prompt may be large.
-            data = await to_thread.run_sync(_dump_large, chunk) if job.parsed.echoes else dump(chunk)
-            yield {"data": data}
+        async for chunk in answer.chunks():
+            yield _event(chunk, await to_thread.run_sync(_dump_large, chunk) if is_large else dump(chunk))
     except Refusal as refusal:
-        yield {"data": dump(refusal.as_json())}
+        chunk = answer.failure(refusal)
+        yield _event(chunk, dump(chunk))
     except Exception:
         _LOG.exception("A stream failed.")
-        yield {"data": dump(failed().as_json())}
-    yield {"data": "[DONE]"}
+        chunk = answer.failure(failed())
+        yield _event(chunk, dump(chunk))
+    if answer.last_data:
+        yield {"data": answer.last_data}
+
+
+def _event(chunk: Mapping[str, Json], data: str) -> dict[str, str]:
+    kind = chunk.get("type")
+    return {"event": kind, "data": data} if isinstance(kind, str) else {"data": data}
 
 
 async def heard(receive: Receive) -> Message:

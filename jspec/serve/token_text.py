@@ -26,6 +26,10 @@ class Names:
         """Return a token's bytes."""
         return self._look(token)[1]
 
+    def is_special(self, token: int) -> bool:
+        """Return whether decoded text does not show the token."""
+        return not self._tokenizer.decode([token], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
     def _look(self, token: int) -> tuple[str, list[int]]:
         if token not in self._known:
             self._known[token] = self._found(token)

@@ -57,6 +57,10 @@ class StopAwareDetokenizer:
         """Add the next token. Do not add a token after one that completed a stop string."""
         self._append(self._coming.add(token), is_new=True)
 
+    def add_text(self, text: str) -> None:
+        """Add a token that has this text, although it is special."""
+        self._append(self._coming.rest() + text, is_new=True)
+
     def add_silent(self) -> None:
         """Add a token that ends the text without being part of it."""
         self.starts.append(len(self.text))

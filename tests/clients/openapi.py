@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from jspec.serve.schemas import ChatBody, CompletionBody
+from jspec.serve.chat_schemas import ChatBody
+from jspec.serve.schemas import CompletionBody
 
 ROUTES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 ERROR = {

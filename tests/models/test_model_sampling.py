@@ -13,7 +13,8 @@ from convert import CheckpointError
 from convert.generation_config import SamplingDefaults, parse_sampling
 from jspec.models import sampling_defaults as model_sampling
 from jspec.serve import parse_request
-from jspec.serve.schemas import CompletionBody, understood
+from jspec.serve.schemas import CompletionBody
+from jspec.serve.validation import understood
 from support import gguf_files, text_pair
 from support.checkpoints import raw_config
 

@@ -62,11 +62,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(sources, keep_alive=75, **options):
+def running(sources, keep_alive=75, max_length=OPTIONS["max_length"], template=TEMPLATE, **options):
     """Run a server for the pair in these folders."""
     target, draft = (jspec.load(folder) for folder in sources)
-    with Engine(target, draft, max_waiting=3 + WAITING, **OPTIONS) as engine:
+    with Engine(target, draft, max_waiting=3 + WAITING, **OPTIONS | {"max_length": max_length}) as engine:
         words = tokenizer()
+        words.chat_template = template
         server = Server(engine, words, NAME, version="1.2", **{"max_waiting": WAITING} | options)
         listener = bound("127.0.0.1", 0)
         listener.listen(100)

@@ -1,0 +1,84 @@
+"""Conversion between text and tokens: /tokenize and /detokenize."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated, Any, Self
+
+from pydantic import FailFast, Field, model_validator
+
+from jspec.core.types import Json
+from jspec.serve.chat_schemas import Conversation, Message
+from jspec.serve.errors import wrong
+from jspec.serve.fields import MOST, MOST_MESSAGES, ModelBody, Whole, conflict
+from jspec.serve.parse_request import Served, check_characters, ids_of_chat
+
+
+class TokenizeBody(Conversation):
+    """The body of /tokenize: a prompt, or a chat's messages.
+
+    Special tokens at the start of a text belong to the tokenizer; a chat template writes its own.
+    """
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list[Message], max_length=MOST_MESSAGES)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.prompt is None) != bool(self.messages):
+            raise conflict("prompt", "prompt or messages must be given, but not both; send one of these fields")
+        return self
+
+
+class DetokenizeBody(ModelBody):
+    """The body of /detokenize."""
+
+    model: str = ""
+    tokens: Annotated[list[Annotated[Whole, Field(ge=0, le=MOST)]], FailFast(), Field(max_length=200_000)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A conversion.
+
+    Attributes:
+        kind: the schema of request bodies.
+        convert: a function that returns the response. It raises Refusal if the body is invalid for this model.
+    """
+
+    kind: type[ModelBody]
+    convert: Callable[[Served, Any], dict[str, Json]]
+
+
+def tokenize(served: Served, body: TokenizeBody) -> dict[str, Json]:
+    """Return the tokens of a text or of a chat.
+
+    Raises:
+        Refusal: the text is too long, or the chat template rejects the messages.
+    """
+    if body.prompt is None:
+        ids = ids_of_chat(served, body)
+    else:
+        check_characters(served, [body.prompt], "prompt")
+        options = {"add_special_tokens": body.add_special_tokens, "verbose": False}
+        ids: list[int] = served.tokenizer(body.prompt, **options)["input_ids"]
+    found: dict[str, Json] = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
+    return found | ({"token_strs": [served.names.text(i) for i in ids]} if body.return_token_strs else {})
+
+
+def detokenize(served: Served, body: DetokenizeBody) -> dict[str, Json]:
+    """Return the text of tokens, including special tokens.
+
+    Raises:
+        Refusal: a token is outside the vocabulary.
+    """
+    size = served.target.config.vocab_size
+    if far := [i for i in body.tokens if i >= size]:
+        raise wrong(f"tokens holds {far[0]}, outside the vocabulary of {size} tokens.", "tokens")
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return {"prompt": served.tokenizer.decode(body.tokens, **options)}
+
+
+CONVERSIONS = {"/tokenize": Conversion(TokenizeBody, tokenize), "/detokenize": Conversion(DetokenizeBody, detokenize)}

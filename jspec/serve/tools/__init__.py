@@ -1,0 +1,1 @@
+"""Formats in which chat models write function calls: reading, detection and grammars."""

@@ -1,0 +1,187 @@
+"""The interface of a tool-call format: how one family of chat models writes calls of functions."""
+
+import abc
+import dataclasses
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar
+
+from jspec.core.types import Json
+from jspec.serve.tools.call_json import Reading
+from jspec.serve.tools.call_json import ToolCall as ToolCall
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionTool:
+    """A function that the model may call.
+
+    Attributes:
+        name: the function's name.
+        description: what the function does; "" if the client did not say.
+        parameters: the JSON schema of the arguments; None if the client did not send one.
+        is_strict: whether the client asked for arguments that satisfy the schema.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Json] | None
+    is_strict: bool
+
+    def as_json(self) -> dict[str, Json]:
+        """Return the tool in the form that chat templates expect."""
+        function: dict[str, Json] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+    @property
+    def schema(self) -> dict[str, Json]:
+        """The JSON schema of the arguments. Without parameters, it allows only ``{}``."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """A model's output, split into text and calls.
+
+    Attributes:
+        content: the text outside calls.
+        calls: the calls. Only the last one may be incomplete.
+    """
+
+    content: str
+    calls: tuple[ToolCall, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpan:
+    """The place of a call in a text, or of text that may still become a call.
+
+    Attributes:
+        start, end: the characters of the call, including its markers.
+        call: the call; None if it is not yet known whether there is one.
+    """
+
+    start: int
+    end: int
+    call: ToolCall | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Notation:
+    """The pieces of text that calls consist of, apart from names and arguments.
+
+    Attributes:
+        opening: the text before the first call.
+        before_name, before_arguments, after_arguments: the text of a call, around its name and its arguments.
+        between: the text between two calls.
+        closing: the text after the last call.
+    """
+
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Return the text of one or more calls."""
+        written = (
+            f"{self.before_name}{call.name}{self.before_arguments}{call.arguments}{self.after_arguments}"
+            for call in calls
+        )
+        return f"{self.opening}{self.between.join(written)}{self.closing}"
+
+
+class ToolFormat(abc.ABC):
+    """A tool-call format.
+
+    Attributes:
+        name: the format's name.
+        special_tokens: the tokens that delimit calls. A detokenizer hides those that are special tokens.
+        notation: the text in which calls are written.
+        optional_opening: text that models may write before the opening.
+        plain_start: a regular expression for the characters that free text may start with; None for any characters.
+    """
+
+    name: ClassVar[str]
+    special_tokens: ClassVar[tuple[str, ...]]
+    notation: Notation
+    optional_opening: ClassVar[str] = ""
+    plain_start: ClassVar[str | None] = None
+
+    def parse(self, text: str, names: Collection[str], is_whole: bool) -> Reply:
+        """Split the text of an output into content and calls.
+
+        The replies to growing prefixes of a text only grow: the content, the number of calls and each call's arguments.
+        Text that may still become part of a call is therefore held back until `is_whole`. Text that looks like a call
+        of an unknown function, or that is not JSON, is content. Whitespace next to calls is dropped, and a line break
+        separates pieces of content that had calls between them.
+
+        Args:
+            text: the text so far.
+            names: the names of the functions that may be called.
+            is_whole: whether the text has ended. An incomplete call then keeps its incomplete arguments.
+        """
+        pieces, calls, at, visible = list[str](), list[ToolCall](), 0, len(text)
+        while (span := self.next_call(text, at, names)) is not None:
+            if span.call is None:
+                visible = len(text) if is_whole else span.start
+                break
+            pieces.append(text[at : span.start])
+            calls.append(span.call)
+            at = span.end
+        rest = text[at:visible] if is_whole else text[at:visible].rstrip()
+        return Reply(_joined(pieces, rest), tuple(calls))
+
+    @abc.abstractmethod
+    def next_call(self, text: str, at: int, names: Collection[str]) -> CallSpan | None:
+        """Return the first call at or after a position, or the first text that may become one.
+
+        Args:
+            text: the text so far.
+            at: where to start: 0, or the end of the previous call.
+            names: the names of the functions that may be called.
+        """
+
+    def new_id(self) -> str:
+        """Return a new id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+
+def next_marked(
+    text: str,
+    at: int,
+    marker: str,
+    read: Callable[[str, int], Reading],
+) -> CallSpan | None:
+    """Return the first call that follows a marker, or the first text that may become one.
+
+    Args:
+        text: the text so far.
+        at: where to start.
+        marker: the text before a call.
+        read: a function that reads a call after the marker.
+    """
+    while (start := text.find(marker, at)) >= 0:
+        reading = read(text, start + len(marker))
+        if reading.call is not None or reading.is_undecided:
+            return CallSpan(start, reading.end, reading.call)
+        at = reading.end
+    for length in range(min(len(marker) - 1, len(text) - at), 0, -1):
+        if text.endswith(marker[:length]):
+            return CallSpan(len(text) - length, len(text), None)
+    return None
+
+
+def _joined(pieces: Sequence[str], rest: str) -> str:
+    """Return the pieces of content, of which all but `rest` have a call after them."""
+    if not pieces:
+        return rest
+    first, *others = pieces
+    return "\n".join(filter(None, (first.rstrip(), *(piece.strip() for piece in others), rest.lstrip())))

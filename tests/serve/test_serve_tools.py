@@ -1,0 +1,261 @@
+"""Calls of functions: forced calls are valid, streamed and whole answers agree, and results find their calls."""
+
+import itertools
+import json
+import re
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+
+from jspec.serve.output_grammar import Demand
+from support import servers, text_pair
+from support.servers import HELLO
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+# Names the functions and their parameters, as short as possible, and writes calls as Qwen's template does.
+TEMPLATE = (
+    "{% for t in tools or [] %}({{ t.function.name }}{% for p in (t.function.parameters or {}).properties or {} %} "
+    "{{ p }}{% endfor %}){% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+BY_NAME = {"type": "function", "function": {"name": "weather"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Write a pair with room for calls and descriptions of functions."""
+    folder = tmp_path_factory.mktemp("sources")
+    room = {"max_position_embeddings": 1536}
+    return text_pair.write(folder / "target", **room), text_pair.write(folder / "draft", distance=0.3, **room)
+
+
+@pytest.fixture(scope="module")
+def calling(sources):
+    """Yield a server with room for calls, whose chat template knows tools."""
+    with servers.running(sources, max_length=512, template=TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def describing(sources):
+    """Yield a server whose chat template knows no tools, and which therefore describes them in a message."""
+    template = servers.TEMPLATE.replace("{{ raise_exception('no tools here') }}", "")
+    with servers.running(sources, max_length=1536, template=template) as running:
+        yield running
+
+
+def check(choice):
+    """Check that all complete calls of a choice are valid, and return them as names and arguments."""
+    is_whole = choice.finish_reason == "tool_calls"
+    assert not choice.message.content if is_whole else choice.finish_reason == "length"
+    found = []
+    for call in (choice.message.tool_calls or [])[: None if is_whole else -1]:
+        assert call.type == "function" and call.id.startswith("call_")
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            jsonschema.validate(arguments, WEATHER)
+        else:
+            assert (call.function.name, arguments) == ("stop", {})
+        found.append((call.function.name, arguments))
+    return found
+
+
+def joined(chunks):
+    """Return the content, the calls and the finish reason of a stream with one choice."""
+    content, calls, reason = "", {}, None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or []:
+            if part.id is not None:
+                assert part.index not in calls and part.type == "function" and part.function.name
+                calls[part.index] = [part.function.name, ""]
+            calls[part.index][1] += part.function.arguments
+        reason = choice.finish_reason or reason
+    return content, [calls[i] for i in range(len(calls))], reason
+
+
+@pytest.mark.parametrize("server", ["calling", "describing"])
+@pytest.mark.parametrize("choice", ["required", BY_NAME])
+def test_forced_calls_are_valid(request, server, choice):
+    ask = request.getfixturevalue(server).chat
+    for options in ({"n": 2, "max_completion_tokens": 120}, {"parallel_tool_calls": False, "seed": 1}):
+        answer = ask(**{"tools": TOOLS, "tool_choice": choice, "max_completion_tokens": 200} | options)
+        for one in answer.choices:
+            calls = check(one)
+            if choice == BY_NAME or "seed" in options:
+                assert len(calls) == 1 and one.finish_reason == "tool_calls"
+                assert choice == "required" or calls[0][0] == "weather"
+        ids = [call.id for one in answer.choices for call in one.message.tool_calls or []]
+        assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("choice", ["required", BY_NAME, "auto"])
+def test_streamed_calls_equal_whole_ones(calling, choice):
+    for seed, strict in itertools.product(range(2), (False, True)):
+        tools = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"strict": strict}}, TOOLS[1]]
+        options = {"tools": tools, "tool_choice": choice, "max_completion_tokens": 120, "seed": seed}
+        whole = calling.chat(**options).choices[0]
+        content, calls, reason = joined(calling.chat(**options, stream=True))
+        assert content == (whole.message.content or "") and reason == whole.finish_reason
+        assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or []]
+
+
+def test_calls_do_not_depend_on_drafts(calling, monkeypatch):
+    """A seeded call has the same arguments with drafts and without."""
+    options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 200}
+    found = [check(calling.chat(**options, seed=seed).choices[0]) for seed in range(4)]
+    monkeypatch.setattr("jspec.engine.length_policy.LengthPolicy.next", lambda *_: 0)
+    assert found == [check(calling.chat(**options, seed=seed).choices[0]) for seed in range(4)]
+
+
+def test_calls_in_free_text_are_read(calling, monkeypatch):
+    """With "auto", a call that the model writes on its own becomes a call, and the text before it is content."""
+    written = 'so\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+    ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", lambda _: lambda: Forced(ids)))
+    (one,) = calling.chat(tools=TOOLS, max_completion_tokens=200).choices
+    calls = [[call.function.name, call.function.arguments] for call in one.message.tool_calls]
+    expected = "so", [["weather", '{"city": "Rome", "days": 3}']], "tool_calls"
+    assert (one.message.content, calls, one.finish_reason) == expected
+    assert joined(calling.chat(tools=TOOLS, max_completion_tokens=200, stream=True)) == expected
+    cut = calling.chat(tools=TOOLS, max_completion_tokens=70).choices[0]
+    assert cut.finish_reason == "length" and cut.message.tool_calls[0].function.arguments.startswith('{"city"')
+
+
+class Forced:
+    """A constraint that allows exactly one output, which ends with EOS."""
+
+    def __init__(self, ids):
+        self._ids, self._at = [*ids, 0], 0
+
+    def allowed(self):
+        bits = np.zeros(9, np.uint32)
+        if self._at < len(self._ids):
+            bits[self._ids[self._at] // 32] = 1 << self._ids[self._at] % 32
+        return bits
+
+    def consume(self, token):
+        is_allowed = self._at < len(self._ids) and token == self._ids[self._at]
+        self._at += is_allowed
+        return is_allowed
+
+    def rollback(self, count):
+        self._at -= count
+
+
+def test_history_with_calls_is_rendered(calling):
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    text = '[user]the thing\n[assistant]<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    text += "[tool]sunny\n[assistant]"
+    assert calling.chat(messages=history).choices[0].message.content == calling.complete(prompt=text).choices[0].text
+    with_tools = "(weather city days)(stop)" + text
+    expected = calling.complete(prompt=with_tools).choices[0].text
+    assert calling.chat(messages=history, tools=TOOLS).choices[0].message.content == expected
+    none = calling.chat(messages=history, tools=TOOLS, tool_choice="none").choices[0].message.content
+    assert none == calling.complete(prompt=text).choices[0].text
+
+
+def test_template_without_tools_gets_a_description(describing):
+    """The answer is that to a system message which describes the tools, and calls and results are text."""
+    ids = post_ids(describing, tools=TOOLS)
+    text = describing.tokenizer.decode(ids)
+    assert text.startswith("[system]") and '"name": "weather"' in text and "<tool_call>" in text
+    history = [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+    ]
+    text = describing.tokenizer.decode(post_ids(describing, messages=[*HELLO, *history]))
+    assert text.endswith("[user]<tool_response>\nsun\n</tool_response>\n[assistant]") and "Rome" in text
+
+
+def post_ids(running, **fields):
+    answer = running.usual._client.post(f"{running.url}/tokenize", json={"messages": HELLO} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "http://x/y"}}}]},
+            r"tools cannot be enforced: tools\[0\].function.parameters \('f'\): The schema cannot be used: .*",
+        ),
+        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools has two functions named 'stop'; give each function its own name."),
+        ({"tools": TOOLS, "ignore_eos": True}, "the calls determine where the output ends; .*"),
+        (
+            {"tools": TOOLS, "functions": [{"name": "f"}]},
+            "functions is not supported by this server; send tools instead.",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
+            r"messages\[1\] is the result of the call 'x', but no earlier message makes this call; .*",
+        ),
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]},
+                ]
+            },
+            r"messages\[1\].tool_calls\[0\].function.arguments is '\['; expected the text of a JSON object, .*",
+        ),
+        ({"tool_choice": "required"}, "tool_choice is 'required', but there are no tools; add tools."),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice names 'x', which is not a function in tools.",
+        ),
+    ],
+)
+def test_errors_are_one_clear_sentence(calling, fields, sentence):
+    fields = {"tool_choice": "required"} | fields if "tools" in fields else fields
+    with pytest.raises(openai.BadRequestError) as error:
+        calling.chat(**{name: fields[name] for name in fields if name != "ignore_eos"}, extra_body=fields)
+    assert re.fullmatch(sentence, error.value.body["message"]), error.value.body
+
+
+def test_format_and_tools_may_be_combined(calling):
+    """The answer is either JSON that satisfies the schema, or consists of calls."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    kinds = set()
+    for seed in range(8):
+        one = calling.chat(tools=TOOLS, response_format=form, seed=seed, max_completion_tokens=120).choices[0]
+        kinds.add(one.finish_reason)
+        if one.message.tool_calls:
+            check(one)
+        elif one.finish_reason == "length":
+            assert "<tool_call>".startswith(one.message.content[:11])
+        else:
+            jsonschema.validate(json.loads(one.message.content), schema)
+    assert "stop" in kinds and kinds & {"tool_calls", "length"}
+
+
+def test_logprobs_and_ids_cover_calls(calling):
+    options = {"tools": TOOLS, "tool_choice": BY_NAME, "max_completion_tokens": 200, "logprobs": True}
+    one = calling.chat(**options, extra_body={"return_token_ids": True}).choices[0]
+    assert (
+        len(one.logprobs.content) == len(one.token_ids) and np.isfinite([t.logprob for t in one.logprobs.content]).all()
+    )
+    text = "".join(token.token for token in one.logprobs.content[:-1])
+    assert check(one) and text.startswith("<tool_call>") and text.endswith("</tool_call>")
