@@ -32,12 +32,12 @@ class Program:
         self._out, sys.stdout = sys.stdout, sys.stderr  # clients print too
         self._loop = asyncio.Runner()  # one for all checks, because clients keep connections
 
-    def check(self, what: str) -> Callable[[Callable[[], Any]], None]:
+    def check(self, what: str, *arguments: Any) -> Callable[[Callable[..., Any]], None]:
         """Run the decorated function, which may be a coroutine function, and print whether it returned."""
 
-        def run(function: Callable[[], Any]) -> None:
+        def run(function: Callable[..., Any]) -> None:
             try:
-                found = function()
+                found = function(*arguments)
                 if inspect.isawaitable(found):
                     self._loop.run(_awaited(found))
             except Exception as error:

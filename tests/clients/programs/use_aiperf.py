@@ -27,8 +27,8 @@ def profile(*options: str) -> dict[str, Any]:
 for kind in ("chat", "completions", "responses"):
     for options in ([], ["--streaming"]):
 
-        @program.check(f"{kind}{', streamed' * bool(options)}")
-        def _() -> None:
+        @program.check(f"{kind}{', streamed' * bool(options)}", kind, options)
+        def _(kind: str, options: list[str]) -> None:
             found = profile("--endpoint-type", kind, *options)
             assert found["request_count"]["avg"] == 3 and not found.get("error_summary"), f"{found}"[:600]
 

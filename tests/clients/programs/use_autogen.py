@@ -67,9 +67,7 @@ async def _() -> None:
 
 @program.check("an agent with a tool, streamed")
 async def _() -> None:
-    agent = AssistantAgent(
-        "assistant", client(), tools=[tool], reflect_on_tool_use=True, model_client_stream=True
-    )
+    agent = AssistantAgent("assistant", client(), tools=[tool], reflect_on_tool_use=True, model_client_stream=True)
     *_, last = [event async for event in agent.run_stream(task=TOOL_QUESTION)]
     assert last.messages[-1].content
 

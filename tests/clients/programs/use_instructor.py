@@ -48,8 +48,8 @@ def _() -> None:
 
 for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT, instructor.Mode.RESPONSES_TOOLS):
 
-    @program.check(f"create, mode {mode.name}")
-    def _() -> None:
+    @program.check(f"create, mode {mode.name}", mode)
+    def _(mode: instructor.Mode) -> None:
         assert isinstance(client(mode=mode).create(model=program.model, messages=messages, response_model=City), City)
 
 

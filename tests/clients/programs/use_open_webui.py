@@ -45,9 +45,10 @@ async def answer(headers: dict[str, str], **fields: Any) -> dict[str, Any]:
     """Send a chat, and return the whole answer, or that of the joined chunks of a stream."""
     body = json.dumps({"model": program.model, **fields})
     address = f"{program.url}/v1/chat/completions"
-    async with aiohttp.ClientSession(trust_env=True) as session, session.post(
-        address, data=body, headers=HEADERS | headers
-    ) as response:
+    async with (
+        aiohttp.ClientSession(trust_env=True) as session,
+        session.post(address, data=body, headers=HEADERS | headers) as response,
+    ):
         assert response.status == 200, await response.text()
         if "text/event-stream" not in response.headers["Content-Type"]:
             return (await response.json())["choices"][0]["message"]
@@ -63,9 +64,10 @@ async def answer(headers: dict[str, str], **fields: Any) -> dict[str, Any]:
 
 @program.check("models")
 async def _() -> None:
-    async with aiohttp.ClientSession(trust_env=True) as session, session.get(
-        f"{program.url}/v1/models", headers=HEADERS | FORWARDED
-    ) as response:
+    async with (
+        aiohttp.ClientSession(trust_env=True) as session,
+        session.get(f"{program.url}/v1/models", headers=HEADERS | FORWARDED) as response,
+    ):
         assert program.model in [one["id"] for one in (await response.json())["data"]]
 
 
@@ -101,8 +103,8 @@ async def _() -> None:
 
 for task, key in (("a title", "title"), ("1 to 3 tags", "tags"), ("3 follow-up questions", "follow_ups")):
 
-    @program.check(f"generation of {task}")
-    async def _() -> None:
+    @program.check(f"generation of {task}", task, key)
+    async def _(task: str, key: str) -> None:
         prompt = f'### Task:\nGenerate {task} for this chat.\n### Output:\nJSON format: {{ "{key}": ... }}\n{HISTORY}'
         limit: Any = {"max_completion_tokens": 1000} if key == "title" else {}
         found = await answer({}, messages=[{"role": "user", "content": prompt}], stream=False, **limit)

@@ -2,8 +2,15 @@
 
 from typing import Any
 
-from agents import Agent, AgentOutputSchema, ModelSettings, Runner, function_tool
-from agents import set_default_openai_api, set_default_openai_client
+from agents import (
+    Agent,
+    AgentOutputSchema,
+    ModelSettings,
+    Runner,
+    function_tool,
+    set_default_openai_api,
+    set_default_openai_client,
+)
 from checks import QUESTION, TOOL_QUESTION, Program, weather
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -28,13 +35,13 @@ set_default_openai_client(AsyncOpenAI(base_url=f"{program.url}/v1", api_key="non
 
 for api in ("responses", "chat_completions"):
 
-    @program.check(f"{api}: run")
-    async def _() -> None:
+    @program.check(f"{api}: run", api)
+    async def _(api: Any) -> None:
         set_default_openai_api(api)
         assert (await Runner.run(agent(), QUESTION)).final_output
 
-    @program.check(f"{api}: run_streamed")
-    async def _() -> None:
+    @program.check(f"{api}: run_streamed", api)
+    async def _(api: Any) -> None:
         set_default_openai_api(api)
         found, text = Runner.run_streamed(agent(), QUESTION), ""
         async for event in found.stream_events():
@@ -42,8 +49,8 @@ for api in ("responses", "chat_completions"):
                 text += event.data.delta
         assert text and text == found.final_output
 
-    @program.check(f"{api}: a tool, its result and a final answer")
-    async def _() -> None:
+    @program.check(f"{api}: a tool, its result and a final answer", api)
+    async def _(api: Any) -> None:
         set_default_openai_api(api)
         called: list[str] = []
 
@@ -56,8 +63,8 @@ for api in ("responses", "chat_completions"):
         found = await Runner.run(agent(tools=[forecast], model_settings=settings), TOOL_QUESTION)
         assert len(called) == 1 and found.final_output
 
-    @program.check(f"{api}: structured output")
-    async def _() -> None:
+    @program.check(f"{api}: structured output", api)
+    async def _(api: Any) -> None:
         set_default_openai_api(api)
         found = await Runner.run(agent(output_type=AgentOutputSchema(City)), QUESTION)
         assert isinstance(found.final_output, City)

@@ -12,9 +12,7 @@ messages: Any = [{"role": "user", "content": [{"type": "text", "text": QUESTION}
 
 @program.check("generate, whole and streamed alike")
 def _() -> None:
-    cold = OpenAIServerModel(
-        program.model, api_base=f"{program.url}/v1", api_key="none", temperature=0, max_tokens=24
-    )
+    cold = OpenAIServerModel(program.model, api_base=f"{program.url}/v1", api_key="none", temperature=0, max_tokens=24)
     text = cold.generate(messages).content
     assert text and text == "".join(piece.content or "" for piece in cold.generate_stream(messages))
 
@@ -37,8 +35,8 @@ def _() -> None:
 
 for is_structured in (False, True):
 
-    @program.check(f"CodeAgent{', structured outputs' * is_structured}")
-    def _() -> None:
+    @program.check(f"CodeAgent{', structured outputs' * is_structured}", is_structured)
+    def _(is_structured: bool) -> None:
         agent = CodeAgent(
             tools=[], model=model, max_steps=2, verbosity_level=0, use_structured_outputs_internally=is_structured
         )
