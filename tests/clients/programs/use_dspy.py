@@ -50,8 +50,8 @@ declared = dspy.LM(f"served/{program.model}", api_base=f"{program.url}/v1", api_
 @program.check("ChainOfThought with typed outputs")
 def _() -> None:
     with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
-        found = dspy.ChainOfThought("question -> city: str, population: int")(question=QUESTION)
-    assert isinstance(found.city, str) and isinstance(found.population, int)
+        found = dspy.ChainOfThought("question -> city: str, is_large: bool")(question=QUESTION)
+    assert isinstance(found.city, str) and isinstance(found.is_large, bool)
 
 
 @program.check("native tools")

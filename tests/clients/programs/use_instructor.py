@@ -15,7 +15,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 def client(**mode: Any) -> instructor.Instructor:
@@ -37,7 +37,7 @@ def _() -> None:
 @program.check("create_partial")
 def _() -> None:
     *_, last = client().create_partial(model=program.model, messages=messages, response_model=City)
-    assert isinstance(last.name, str) and isinstance(last.population, int)
+    assert isinstance(last.name, str) and isinstance(last.is_large, bool)
 
 
 @program.check("create_iterable")

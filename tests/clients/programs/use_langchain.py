@@ -1,6 +1,6 @@
 """LangChain's OpenAI models: invoke, stream, bind_tools and with_structured_output."""
 
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program, weather
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 @program.check("invoke")
@@ -82,8 +82,8 @@ def _() -> None:
 @program.check("completions")
 def _() -> None:
     plain = OpenAI(**where, temperature=0, max_tokens=24)
-    text = plain.invoke(QUESTION)
-    assert text and text == "".join(plain.stream(QUESTION))
+    text = plain.invoke(BEGINNING)
+    assert text and text == "".join(plain.stream(BEGINNING))
 
 
 program.end()

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import litellm
-from checks import QUESTION, TOOL_QUESTION, Program
+from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program
 from pydantic import BaseModel
 
 program = Program("litellm")
@@ -16,7 +16,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 tool = {"type": "function", "function": {"name": "city", "parameters": City.model_json_schema()}}
@@ -66,7 +66,7 @@ def _() -> None:
 @program.check("text_completion")
 def _() -> None:
     fields = where | {"model": f"text-completion-openai/{program.model}"}
-    found = litellm.text_completion(**fields, prompt=QUESTION, max_tokens=24)
+    found = litellm.text_completion(**fields, prompt=BEGINNING, max_tokens=24)
     assert found.choices[0].text
 
 

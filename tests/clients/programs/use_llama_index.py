@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program, weather
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -19,13 +19,13 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 @program.check("complete and stream_complete")
 def _() -> None:
-    assert plain.complete(QUESTION).text
-    *_, last = plain.stream_complete(QUESTION)
+    assert plain.complete(BEGINNING).text
+    *_, last = plain.stream_complete(BEGINNING)
     assert last.text
 
 

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from checks import QUESTION, TOOL_QUESTION, Program
+from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program
 from openai import OpenAI, pydantic_function_tool
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 program = Program("openai")
 api = OpenAI(base_url=f"{program.url}/v1", api_key="none")
@@ -18,8 +18,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
-    districts: list[str] = Field(max_length=3)
+    is_large: bool
 
 
 class GetWeather(BaseModel):
@@ -57,7 +56,7 @@ def _() -> None:
 
 @program.check("completions, whole and streamed alike")
 def _() -> None:
-    fields: Any = {"model": model, "prompt": QUESTION, "temperature": 0, "max_tokens": 24}
+    fields: Any = {"model": model, "prompt": BEGINNING, "temperature": 0, "max_tokens": 24}
     whole = api.completions.create(**fields).choices[0].text
     assert whole and whole == "".join(part.choices[0].text for part in api.completions.create(**fields, stream=True))
 

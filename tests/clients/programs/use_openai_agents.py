@@ -22,7 +22,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 def agent(**options: Any) -> Agent:

@@ -16,7 +16,7 @@ class City(BaseModel):
     """A city."""
 
     name: str
-    population: int
+    is_large: bool
 
 
 class Anything(BaseModel, extra="allow"):
