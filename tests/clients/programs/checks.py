@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 QUESTION = "What is the capital of France?"
+MOST_TOKENS = 400  # a small model may not end by itself
 BEGINNING = "The capital of France is"  # for completions; a model may not continue a question
 TOOL_QUESTION = "What will the weather be in Paris for the next 3 days? Use the tool."
 

@@ -9,7 +9,7 @@ from autogen_core import CancellationToken
 from autogen_core.models import UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from pydantic import BaseModel
 
 program = Program("autogen-ext")
@@ -28,7 +28,12 @@ class City(BaseModel):
 def client(**options: Any) -> OpenAIChatCompletionClient:
     """Return a client; AutoGen requires a description of each model that it does not know."""
     return OpenAIChatCompletionClient(
-        model=program.model, base_url=f"{program.url}/v1", api_key="none", model_info=INFO, **options
+        model=program.model,
+        max_tokens=MOST_TOKENS,
+        base_url=f"{program.url}/v1",
+        api_key="none",
+        model_info=INFO,
+        **options,
     )
 
 

@@ -1,13 +1,15 @@
-"""DSPy: Predict, ChainOfThought, typed outputs, an agent with a tool and a stream."""
+"""DSPy: Predict, ChainOfThought, typed outputs, tools and a stream."""
 
 from typing import Any
 
 import dspy
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
 
 program = Program("dspy")
-lm = dspy.LM(f"openai/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False, max_tokens=200)
+lm = dspy.LM(
+    f"openai/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False, max_tokens=MOST_TOKENS
+)
 dspy.configure(lm=lm)
 
 
@@ -44,7 +46,9 @@ register_provider(
     supports=ModelSupport(function_calling=True, response_schema=True),
 )
 # DSPy sends formats and tools only to models that it knows, or to those of a declared provider.
-declared = dspy.LM(f"served/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False)
+declared = dspy.LM(
+    f"served/{program.model}", api_base=f"{program.url}/v1", api_key="none", cache=False, max_tokens=MOST_TOKENS
+)
 
 
 @program.check("ChainOfThought with typed outputs")
@@ -59,13 +63,6 @@ def _() -> None:
     with dspy.context(lm=declared, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
         found: Any = dspy.Predict(Asked)(question=TOOL_QUESTION, tools=[dspy.Tool(weather)])
     assert "calls" in found
-
-
-@program.check("ReAct")
-def _() -> None:
-    with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
-        found = dspy.ReAct("question -> answer", tools=[weather], max_iters=2)(question=TOOL_QUESTION)
-    assert found.answer is not None and found.trajectory
 
 
 program.end()

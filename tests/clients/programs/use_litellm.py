@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import litellm
-from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program
+from checks import BEGINNING, MOST_TOKENS, QUESTION, TOOL_QUESTION, Program
 from pydantic import BaseModel
 
 program = Program("litellm")
 where: Any = {"model": f"openai/{program.model}", "api_base": f"{program.url}/v1", "api_key": "none"}
+limited: Any = where | {"max_tokens": MOST_TOKENS}
 messages = [{"role": "user", "content": QUESTION}]
 
 
@@ -32,34 +33,34 @@ def _() -> None:
 
 @program.check("acompletion")
 async def _() -> None:
-    found = await litellm.acompletion(**where, messages=messages)
+    found = await litellm.acompletion(**limited, messages=messages)
     assert found.choices[0].message.content
 
 
 @program.check("tools")
 def _() -> None:
     asked = [{"role": "user", "content": TOOL_QUESTION}]
-    found = litellm.completion(**where, messages=asked, tools=[tool], tool_choice="required")
+    found = litellm.completion(**limited, messages=asked, tools=[tool], tool_choice="required")
     (call,) = found.choices[0].message.tool_calls
     assert City.model_validate_json(call.function.arguments, strict=True)
 
 
 @program.check("tools, streamed")
 def _() -> None:
-    parts = [*litellm.completion(**where, messages=messages, tools=[tool], tool_choice="required", stream=True)]
+    parts = [*litellm.completion(**limited, messages=messages, tools=[tool], tool_choice="required", stream=True)]
     whole = litellm.stream_chunk_builder(parts)
     assert whole and City.model_validate_json(whole.choices[0].message.tool_calls[0].function.arguments)
 
 
 @program.check("response_format of a pydantic model")
 def _() -> None:
-    found = litellm.completion(**where, messages=messages, response_format=City)
+    found = litellm.completion(**limited, messages=messages, response_format=City)
     assert City.model_validate_json(found.choices[0].message.content)
 
 
 @program.check("response_format json_object")
 def _() -> None:
-    found = litellm.completion(**where, messages=messages, response_format={"type": "json_object"})
+    found = litellm.completion(**limited, messages=messages, response_format={"type": "json_object"})
     assert isinstance(json.loads(found.choices[0].message.content), dict)
 
 

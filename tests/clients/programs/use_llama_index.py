@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program, weather
+from checks import BEGINNING, MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
@@ -10,7 +10,7 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
 program = Program("llama-index-llms-openai-like")
-where: Any = {"model": program.model, "api_base": f"{program.url}/v1", "api_key": "none"}
+where: Any = {"model": program.model, "api_base": f"{program.url}/v1", "api_key": "none", "max_tokens": MOST_TOKENS}
 plain = OpenAILike(**where)
 chat = OpenAILike(**where, is_chat_model=True, is_function_calling_model=True)
 
@@ -41,7 +41,7 @@ def _() -> None:
     tool = FunctionTool.from_defaults(weather)
     found = chat.chat_with_tools([tool], user_msg=TOOL_QUESTION, tool_required=True)
     calls = chat.get_tool_calls_from_response(found)
-    assert calls and all(weather(**call.tool_kwargs) for call in calls)
+    assert calls and all(isinstance(call.tool_kwargs["days"], int) for call in calls)
 
 
 @program.check("predict_and_call")

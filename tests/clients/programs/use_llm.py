@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import llm
-from checks import BEGINNING, QUESTION, TOOL_QUESTION, Program, weather
+from checks import BEGINNING, MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 
 program = Program("llm")
 folder = Path(tempfile.mkdtemp())
@@ -32,7 +32,7 @@ os.environ["LLM_USER_PATH"] = f"{folder}"
 
 def said(*arguments: str, model: str = "served") -> str:
     """Run the command and return its output."""
-    command = [sys.executable, "-m", "llm", "-m", model, *arguments]
+    command = [sys.executable, "-m", "llm", "-m", model, "-o", "max_tokens", f"{MOST_TOKENS}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(done.stderr[-500:])
@@ -41,7 +41,7 @@ def said(*arguments: str, model: str = "served") -> str:
 
 @program.check("a prompt, streamed and whole")
 def _() -> None:
-    cold = (QUESTION, "-o", "temperature", "0", "-o", "max_tokens", "24")
+    cold = (QUESTION, "-o", "temperature", "0")
     assert said(*cold).strip() and said(*cold) == said(*cold, "--no-stream")
 
 
@@ -59,8 +59,8 @@ def _() -> None:
 @program.check("a conversation in Python, with a tool")
 def _() -> None:
     conversation = llm.get_model("served").conversation(tools=[weather])
-    assert conversation.prompt(QUESTION).text()
-    assert conversation.prompt(TOOL_QUESTION, stream=False).json()
+    assert conversation.prompt(QUESTION, max_tokens=MOST_TOKENS).text()
+    assert conversation.prompt(TOOL_QUESTION, stream=False, max_tokens=MOST_TOKENS).json()
 
 
 @program.check("completions")

@@ -11,7 +11,7 @@ from agents import (
     set_default_openai_api,
     set_default_openai_client,
 )
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -27,6 +27,7 @@ class City(BaseModel):
 
 def agent(**options: Any) -> Agent:
     """Return an agent whose answers are limited in length."""
+    options = {"model_settings": ModelSettings(max_tokens=MOST_TOKENS)} | options
     return Agent(name="assistant", instructions="Be brief.", model=program.model, **options)
 
 
@@ -59,7 +60,7 @@ for api in ("responses", "chat_completions"):
             called.append(weather(city, days))
             return called[-1]
 
-        settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)
+        settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=MOST_TOKENS)
         found = await Runner.run(agent(tools=[forecast], model_settings=settings), TOOL_QUESTION)
         assert len(called) == 1 and found.final_output
 

@@ -1,15 +1,16 @@
 """Pydantic AI: runs, streams, tools and structured output, on both of OpenAI's APIs."""
 
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, Tool
+from pydantic_ai import Agent, ModelSettings, NativeOutput, PromptedOutput, Tool
 from pydantic_ai.capabilities import PrepareOutputTools
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 program = Program("pydantic-ai-slim")
 provider = OpenAIProvider(base_url=f"{program.url}/v1", api_key="none")
-model = OpenAIChatModel(program.model, provider=provider)
+settings = ModelSettings(max_tokens=MOST_TOKENS)
+model = OpenAIChatModel(program.model, provider=provider, settings=settings)
 
 
 class City(BaseModel):
@@ -77,7 +78,7 @@ def _() -> None:
 
 @program.check("responses API")
 def _() -> None:
-    other = OpenAIResponsesModel(program.model, provider=provider)
+    other = OpenAIResponsesModel(program.model, provider=provider, settings=settings)
     assert Agent(other).run_sync(QUESTION).output
     assert isinstance(Agent(other, output_type=City).run_sync(QUESTION).output, City)
 

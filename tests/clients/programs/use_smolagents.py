@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from checks import QUESTION, TOOL_QUESTION, Program, weather
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program, weather
 from smolagents import ActionStep, CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
 
 program = Program("smolagents")
-model = OpenAIServerModel(program.model, api_base=f"{program.url}/v1", api_key="none")
+model = OpenAIServerModel(program.model, api_base=f"{program.url}/v1", api_key="none", max_tokens=MOST_TOKENS)
 messages: Any = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
 
 
