@@ -41,7 +41,7 @@ async def _() -> None:
 def _() -> None:
     asked = [{"role": "user", "content": TOOL_QUESTION}]
     found = litellm.completion(**limited, messages=asked, tools=[tool], tool_choice="required")
-    (call,) = found.choices[0].message.tool_calls
+    call, *_ = found.choices[0].message.tool_calls
     assert City.model_validate_json(call.function.arguments, strict=True)
 
 
