@@ -32,14 +32,6 @@ def _() -> None:
     assert dspy.Predict("question -> answer")(question=QUESTION).answer is not None
 
 
-@program.check("streamify")
-async def _() -> None:
-    listener = dspy.streaming.StreamListener(signature_field_name="answer")
-    predict = dspy.streamify(dspy.Predict("question -> answer"), stream_listeners=[listener])
-    *_, last = [part async for part in predict(question=QUESTION)]
-    assert isinstance(last, dspy.Prediction)
-
-
 access = AccessPolicy(provider="served", env_keys=("SERVED_KEY",), base_url=f"{program.url}/v1")
 register_provider(
     ProviderDefinition.chat(access, compat=OpenAIChatCompat.preset("openai")),
@@ -63,6 +55,15 @@ def _() -> None:
     with dspy.context(lm=declared, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
         found: Any = dspy.Predict(Asked)(question=TOOL_QUESTION, tools=[dspy.Tool(weather)])
     assert "calls" in found
+
+
+@program.check("streamify")
+async def _() -> None:
+    listener = dspy.streaming.StreamListener(signature_field_name="answer")
+    predict = dspy.streamify(dspy.Predict("question -> answer"), stream_listeners=[listener])
+    with dspy.context(lm=declared, adapter=dspy.JSONAdapter()):
+        *_, last = [part async for part in predict(question=QUESTION)]
+    assert isinstance(last, dspy.Prediction)
 
 
 program.end()
