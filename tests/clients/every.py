@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -15,20 +16,27 @@ from jspec.bundled import PAIR
 
 HERE = Path(__file__).parent / "programs"
 MODEL = "smollm2"
+LIMIT = 900
 LINE = re.compile(r"(ok|MISS) +([^:]+): (.*)")
 
 
 def lines(program: Path, python: Path, url: str) -> list[re.Match[str]]:
-    """Run a program with its client's Python, print its lines and return them; a crash counts as a missed check."""
+    """Run a program with its client's Python, print its lines and return them.
+
+    A crash counts as a missed check, and so does a program that does not end within `LIMIT` seconds.
+    """
     command = [python, program, url, MODEL, PAIR / "target"]
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OPENAI_API_KEY")}
     begun, printed = time.monotonic(), []
     with tempfile.TemporaryFile("w+") as noise:
         with subprocess.Popen(command, env=clean, stdout=subprocess.PIPE, stderr=noise, text=True) as process:
             assert process.stdout is not None
+            limit = threading.Timer(LIMIT, process.kill)
+            limit.start()
             for line in process.stdout:
                 print(line, end="", flush=True)
                 printed.append(line.strip())
+            limit.cancel()
         noise.seek(0)
         if process.returncode and not any(line.startswith("MISS") for line in printed):
             printed.append(f"MISS  {program.stem}: the program: {' '.join(noise.read().split())[-600:]}")
