@@ -70,7 +70,7 @@ class _Expander:
         """Expand the next piece, up to `most` bytes.
 
         Raises:
-            Refusal: the data is damaged, or goes on after its end.
+            Refusal: the data is damaged, or continues after its end.
         """
         if piece and self._inflater.eof:
             raise wrong("The body has data after the end of its gzip data; send one gzip file.")

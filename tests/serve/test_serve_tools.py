@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from jspec.engine.grammar_worker import compile_grammar, make_tokenizer
+from jspec.engine.grammar_matcher import compile_grammar, make_tokenizer
 from jspec.serve.chat_schemas import ChatBody
 from jspec.serve.output_grammar import Demand, demand_of
 from jspec.serve.parse_request import parse_request
