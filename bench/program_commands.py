@@ -1,4 +1,4 @@
-"""Commands that measure jspec inside other programs: groups of samples, training loops, `jax.vmap` and lm-eval."""
+"""Commands that measure jspec inside programs: groups of samples, training, `jax.vmap`, idle room and lm-eval."""
 
 from typing import Annotated
 
@@ -50,6 +50,23 @@ def vmap(
     from bench import vmap
 
     vmap.run(measured(new_tokens, pair, target, draft, None, output), batch, width, new_tokens, repeats)
+
+
+@app.command()
+def room(
+    pair: Pair = "109m",
+    target: Target = None,
+    draft: Draft = None,
+    output: Output = None,
+    slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
+    width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    new_tokens: NewTokens = 64,
+    repeats: Repeats = 9,
+) -> None:
+    """Compare short requests in an engine whose slots have 1,024 tokens with those in one with 8,192."""
+    from bench import room
+
+    room.run(measured(new_tokens, pair, target, draft, None, output), slots, width, new_tokens, repeats)
 
 
 @app.command()

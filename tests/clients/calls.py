@@ -114,8 +114,8 @@ def main() -> None:
     parser.add_argument("--schemas", type=int, default=50)
     parser.add_argument("--turns", type=int, default=21)
     options, report, found = parser.parse_args(), Report(), []
-    for extra in ([], ["--plain"]):
-        with pair(["--dtype", "float32", "--max-length", "2048", *extra]) as (url, _):
+    for extra in ([], ["--draft", "none"]):
+        with pair(["--dtype", "float32", *extra]) as (url, _):
             found.append(asyncio.run(calls(url, options.calls, options.schemas)))
     valid = sum(is_valid(i, choice, options.schemas) for i, choice in enumerate(found[0]))
     report.tell(
