@@ -218,10 +218,10 @@ class Constraints:
         """Return an error that explains why no token may follow `text`, a constrained request's new tokens."""
         active = self._active[number]
         active.attempt(active.source.ask, text, (), ())
-        found = None if active.error else active.attempt(active.source.masks)
-        if found is None:
+        draft_masks = None if active.error else active.attempt(active.source.masks)
+        if draft_masks is None:
             return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
-        if found.masks.any():
+        if draft_masks.masks.any():
             return ConstraintError(
                 "No token may follow: logit_bias or min_tokens forbids every token that the constraint allows; "
                 "relax one of the two.",
@@ -284,7 +284,7 @@ def _compute_masks(size: int, *arrays: Array) -> tuple[np.ndarray, np.ndarray]:
         active.attempt(active.source.ask, text, drafted[row].tolist(), parents[row].tolist())
         pending.append((int(row), active))
     for row, active in pending:  # all sources compute at the same time
-        found = None if active.error else active.attempt(active.source.masks)
-        if found is not None:
-            bits[row], forced[row] = found
+        draft_masks = None if active.error else active.attempt(active.source.masks)
+        if draft_masks is not None:
+            bits[row], forced[row] = draft_masks
     return bits, forced

@@ -21,7 +21,7 @@ from jspec.engine import validate_options as arguments
 from jspec.engine.background_compile import Compiler
 from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
-from jspec.engine.memory_budget import check_memory, shortened
+from jspec.engine.memory_budget import check_memory, fit_length
 from jspec.engine.request import Request, Result
 from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
@@ -97,7 +97,7 @@ class Engine:
         self._sizes = sizes
         self._check(Request((0,), 1), target, drafter)  # validates the models
         arguments.check_one_device((target, drafter))
-        self._sizes = sizes = shortened(target, drafter, sizes) if max_length == "auto" else sizes
+        self._sizes = sizes = fit_length(target, drafter, sizes) if max_length == "auto" else sizes
         check_memory(target, drafter, sizes)
         self.device = Runner(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)

@@ -19,7 +19,7 @@ from jspec.engine.slots import Variant
 from jspec.engine.weights import Running, Update
 
 _LOG = logging.getLogger("jspec")
-_CONSTRAINED_TIMES = 4  # measurements after which a constrained kind's cost counts
+_MIN_CONSTRAINED = 4  # measurements after which a constrained kind's cost counts
 _PATIENCE = 5  # failures that end a request if it ran alone in the last one; 3 times as many in a row end all requests
 
 
@@ -196,7 +196,7 @@ class Loop:
         costs = {
             kind[0]: self.round_budget.costs[kind]
             for kind in kinds
-            if self.round_budget.is_measured(kind, _CONSTRAINED_TIMES if kind[1] is Variant.CONSTRAINED else 1)
+            if self.round_budget.is_measured(kind, _MIN_CONSTRAINED if kind[1] is Variant.CONSTRAINED else 1)
         }
         rows = [(active.result.accepted[-RECENT:], active.draft_lengths[-RECENT:]) for active in decoding.values()]
         return self._length_policy.next(lengths, costs, rows), variant, num_slots

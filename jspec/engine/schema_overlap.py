@@ -88,7 +88,7 @@ class Overlap:
         groups = [[part] for part in _list(schema, "allOf")]
         if isinstance(name := schema.get("$ref"), str):
             groups.append([self.resolve(name)])
-        groups += [parts for word in ("anyOf", "oneOf") if (parts := _list(schema, word))]
+        groups += [parts for keyword in ("anyOf", "oneOf") if (parts := _list(schema, keyword))]
         for group in groups:
             further = [nodes for part in group for nodes in self.alternatives(part, depth - 1)]
             if len(options) * len(further) <= _MAX_ALTERNATIVES:  # otherwise, allow more values than the schema does
@@ -137,8 +137,8 @@ class Overlap:
         )
 
 
-def _list(node: Node, word: str) -> list[Json]:
-    value = node.get(word)
+def _list(node: Node, keyword: str) -> list[Json]:
+    value = node.get(keyword)
     return value if isinstance(value, list) else []
 
 
@@ -172,16 +172,16 @@ def _is_within(nodes: Nodes, value: Json) -> bool:
     return True
 
 
-def _numbers(nodes: Nodes, word: str) -> list[float]:
-    return [v for node in nodes if isinstance(v := node.get(word), int | float) and not isinstance(v, bool)]
+def _numbers(nodes: Nodes, keyword: str) -> list[float]:
+    return [v for node in nodes if isinstance(v := node.get(keyword), int | float) and not isinstance(v, bool)]
 
 
-def _largest(nodes: Nodes, word: str) -> float:
-    return max(_numbers(nodes, word), default=0)
+def _largest(nodes: Nodes, keyword: str) -> float:
+    return max(_numbers(nodes, keyword), default=0)
 
 
-def _smallest(nodes: Nodes, word: str) -> float:
-    return min(_numbers(nodes, word), default=math.inf)
+def _smallest(nodes: Nodes, keyword: str) -> float:
+    return min(_numbers(nodes, keyword), default=math.inf)
 
 
 def _lowest(nodes: Nodes) -> tuple[float, bool]:

@@ -19,7 +19,7 @@ def disjoint_branches(node: Node, overlap: Overlap) -> list[Json] | None:
     """
     branches = node["oneOf"]
     assert isinstance(branches, list)
-    rest: Json = {word: value for word, value in node.items() if word != "oneOf"}
+    rest: Json = {keyword: value for keyword, value in node.items() if keyword != "oneOf"}
     count = len(branches)
     if count > _MAX_BRANCHES or overlap.is_exhausted:
         return None

@@ -8,23 +8,23 @@ from jspec.core.types import Json
 from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
 
 MAX_COMBINATIONS = 100
-_NAME_WORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
+_NAME_KEYWORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
 _EXACT = 2**53  # llguidance reads numbers as float64
 _LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
 NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
 _NOT_ARRAYS: Json = {"type": ["null", "boolean", "number", "string", "object"]}
 
 
-def whole(value: Json) -> Json:
+def as_integer(value: Json) -> Json:
     """Return a number such as 3.0 as an integer, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def inner_bound(word: str, value: Json) -> Json:
+def inner_bound(keyword: str, value: Json) -> Json:
     """Return a bound of numbers. Move an integer inwards to the nearest one that llguidance can read exactly."""
     if not isinstance(value, int) or abs(value) <= _EXACT:
         return value
-    is_above = word in ("maximum", "exclusiveMaximum")
+    is_above = keyword in ("maximum", "exclusiveMaximum")
     inner = min(value, _LARGEST) if is_above else max(value, -_LARGEST)
     rounded = float(inner)
     if (rounded > inner and is_above) or (rounded < inner and not is_above):
@@ -56,7 +56,7 @@ def at_least(node: Node) -> Json:
     Names beyond ``properties`` may repeat in the output, and then count only once. An empty list means that the number
     demands nothing.
     """
-    least, needed = whole(node["minProperties"]), required([node])
+    least, needed = as_integer(node["minProperties"]), required([node])
     if not isinstance(least, int):
         return least
     optional, missing = _optional(node, needed), least - len(needed)
@@ -78,7 +78,7 @@ def at_most(node: Node) -> Json:
 
     An empty list means that the number demands nothing.
     """
-    most, needed = whole(node["maxProperties"]), required([node])
+    most, needed = as_integer(node["maxProperties"]), required([node])
     optional = _optional(node, needed)
     if not isinstance(most, int) or not optional or most < len(needed):
         return most
@@ -114,7 +114,7 @@ def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | s
     if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
         return None
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    limits = {(whole(node.get("minLength", 0)), whole(node.get("maxLength"))) for node in nodes}
+    limits = {(as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))) for node in nodes}
     limits.discard((0, None))
     if any("enum" in node or "const" in node for node in nodes):
         return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
@@ -132,7 +132,7 @@ def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | Non
         node = waiting.pop()
         if node is True:
             continue
-        if not isinstance(node, Mapping) or {*node} - _NAME_WORDS or len(nodes) > 20:
+        if not isinstance(node, Mapping) or {*node} - _NAME_KEYWORDS or len(nodes) > 20:
             return None
         nodes.append(node)
         if isinstance(parts := node.get("allOf"), list):
@@ -147,7 +147,7 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
 
     An empty list means that the keyword demands nothing.
     """
-    most = whole(node.get("maxItems"))
+    most = as_integer(node.get("maxItems"))
     items = node.get("items", True)
     first = items if isinstance(items, list) else node.get("prefixItems", [])
     rest = node.get("additionalItems", True) if isinstance(items, list) else items
@@ -155,7 +155,7 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
     limit = min(most if isinstance(most, int) else math.inf, len(first) if rest is False else math.inf)
     if limit <= 1 or "array" not in overlap.types(node):
         return []
-    least = whole(node.get("minItems", 0))
+    least = as_integer(node.get("minItems", 0))
     values = [overlap.finite_values(schema) for schema in [*first, rest][: int(min(limit, len(first) + 1))]]
     if any(some is None for some in values) or not isinstance(least, int):
         return None

@@ -12,7 +12,7 @@ import pytest
 
 from jspec.engine.grammar_worker import compile_grammar, make_tokenizer
 from jspec.serve.chat_schemas import ChatBody
-from jspec.serve.output_grammar import Demand, demand_of
+from jspec.serve.output_grammar import OutputConstraint, output_constraint
 from jspec.serve.parse_request import parse_request
 from support import oracle, servers, text_pair
 from support.servers import HELLO
@@ -66,10 +66,10 @@ def describing(sources):
 
 def check(choice):
     """Check that all complete calls of a choice are valid, and return them as names and arguments."""
-    is_whole = choice.finish_reason == "tool_calls"
-    assert not choice.message.content if is_whole else choice.finish_reason == "length"
+    is_complete = choice.finish_reason == "tool_calls"
+    assert not choice.message.content if is_complete else choice.finish_reason == "length"
     found = []
-    for call in (choice.message.tool_calls or [])[: None if is_whole else -1]:
+    for call in (choice.message.tool_calls or [])[: None if is_complete else -1]:
         assert call.type == "function" and call.id.startswith("call_")
         arguments = json.loads(call.function.arguments)
         if call.function.name == "weather":
@@ -137,7 +137,9 @@ def test_calls_in_free_text_are_read(calling, monkeypatch):
     """With "auto", a call that the model writes on its own becomes a call, and the text before it is content."""
     written = 'so\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
     ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    monkeypatch.setattr(
+        "jspec.serve.app.output_constraint", lambda *_: OutputConstraint("tools", "x", lambda _: lambda: Forced(ids))
+    )
     (one,) = calling.chat(tools=STRICT, max_completion_tokens=200).choices
     calls = [[call.function.name, call.function.arguments] for call in one.message.tool_calls]
     expected = "so", [["weather", '{"city": "Rome", "days": 3}']], "tool_calls"
@@ -219,8 +221,8 @@ def post_ids(running, **fields):
             r"tools cannot be enforced: tools\[0\].function.parameters \('f'\): .* has \$ref .*",
         ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools has two functions named 'stop'; give each function its own name."),
-        ({"tools": TOOLS, "ignore_eos": True}, "the calls determine where the output ends; .*"),
-        ({"tools": TOOLS, "stop_token_ids": [5]}, "the calls determine where the output ends; .*"),
+        ({"tools": TOOLS, "ignore_eos": True}, "constrained calls determine the output's end; .*"),
+        ({"tools": TOOLS, "stop_token_ids": [5]}, "constrained calls determine the output's end; .*"),
         ({"tools": [deep(700)]}, "tools.*(nested|levels deep).*"),
         (
             {"tools": TOOLS, "functions": [{"name": "f"}]},
@@ -228,7 +230,7 @@ def post_ids(running, **fields):
         ),
         (
             {"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
-            r"messages\[1\] is the result of the call 'x', but no earlier message makes this call; .*",
+            r"messages\[1\] is the result of the call 'x', but no earlier message has this call; .*",
         ),
         (
             {
@@ -242,7 +244,7 @@ def post_ids(running, **fields):
         ({"tool_choice": "required"}, "tool_choice is 'required', but there are no tools; add tools."),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice names 'x', which is not a function in tools.",
+            "tool_choice names 'x', which is not a function in tools; name one of the tools.",
         ),
     ],
 )
@@ -281,7 +283,9 @@ def test_stop_strings_do_not_cut_required_calls(calling):
 def test_call_that_a_stop_string_cuts_is_no_finished_call(calling, monkeypatch):
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
     ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    monkeypatch.setattr(
+        "jspec.serve.app.output_constraint", lambda *_: OutputConstraint("tools", "x", lambda _: lambda: Forced(ids))
+    )
     one = calling.chat(tools=STRICT, max_completion_tokens=200, stop=', "d').choices[0]
     assert one.finish_reason == "stop" and one.message.tool_calls[0].function.arguments == '{"city": "Rome"'
 
@@ -317,7 +321,7 @@ def exact_calls(running, body):
     prompt, held = parse_request(served, body).prompts[0], []
     library = make_tokenizer(running.tokenizer.backend_tokenizer.to_str(), 261, [0])
     compiling = SimpleNamespace(lark=lambda text: held.append(compile_grammar(library, "grammar", text, 36)))
-    demand_of(served, body).compile(compiling)
+    output_constraint(served, body).compile(compiling)
     waiting, law, target = [((), 1.0)], {}, running.engine.device.target
     while waiting:
         tokens, p = waiting.pop()

@@ -111,7 +111,7 @@ class Case:
         return self.form.notation.write(calls)
 
     def parse(self, text):
-        return self.form.parse(text, NAMES, is_whole=True)
+        return self.form.parse(text, NAMES, is_complete=True)
 
 
 def allowed(matcher):
