@@ -253,7 +253,7 @@ def test_grammar_compiles_in_grammar_processes():
     with Grammars(tokenizer, case.size, [END]) as grammars:
         source = grammars.lark(text)()
         source.ask([], [], [])
-        bits = np.unpackbits(source.masks().view(np.uint8), bitorder="little")
+        bits = np.unpackbits(source.masks().masks.view(np.uint8), bitorder="little")
     assert [*np.flatnonzero(bits)] == [case.tokens["<tool_call>"]]
 
 
