@@ -39,7 +39,7 @@ _MaxLength = Annotated[
         "N",
         "Longest sequence in tokens, prompt included; every slot reserves memory for it.",
         min=2,
-        show_default="the models' limit, up to 8192, if it fits into half of the free memory",
+        show_default="the models' limit, up to 8192, or less if memory is short",
     ),
 ]
 _Hosts = Annotated[
@@ -173,7 +173,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _capacity(engine: "Engine") -> str:
-    """Return a line that says how many sequences of which length the engine has memory for."""
+    """Return a line with the number and the length of the sequences that the engine's slots hold."""
     from jspec.engine.memory_budget import slots_bytes
 
     device = engine.device

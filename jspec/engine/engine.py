@@ -46,8 +46,8 @@ class Engine:
             called.
         slots: the number of requests to decode at once. Other requests wait.
         max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
-            default is 1,024, or the models' number of positions if that is less. "auto" is up to 8,192 tokens, halved
-            until the slots take at most half of the free memory, but at least 1,024.
+            default is 1,024, or the models' number of positions if that is less. "auto" starts with up to 8,192 tokens,
+            and halves the length until the slots take at most half of the free memory, but not below 1,024.
         num_draft_tokens: K, the number of draft tokens per round. "auto" chooses between 0, 1, 2, 4 and 8 during
             decoding, from the measured cost of rounds and the recent acceptance rate. A tree drafter drafts its whole
             tree or nothing.

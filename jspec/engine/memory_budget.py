@@ -16,7 +16,7 @@ from jspec.engine.slots import AnyDrafter, Sizes, Slots, empty_slots
 from jspec.models.llama import Llama
 from jspec.planning.memory import PROB_ARRAYS
 
-_MIN_LENGTH = 1024  # tokens that `fit_length` leaves
+_MIN_LENGTH = 1024  # tokens; the lower bound of `fit_length`
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
@@ -52,7 +52,7 @@ def check_memory(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Non
 def fit_length(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Sizes:
     """Halve the length until the slots take at most half of the free memory, but not below 1,024 tokens.
 
-    The length has few possible values, because a start with another length would compile all programs again.
+    The length is only halved, so that it has few possible values: each new length requires compiling all programs.
     """
     (device,) = jax.tree.leaves(target)[0].devices()
     free = free_bytes(device)

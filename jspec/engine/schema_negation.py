@@ -10,14 +10,14 @@ _MAX_CHARACTERS = 500
 
 
 class NotExpressible(Exception):
-    """An error raised if a schema has no negation that the grammar library understands."""
+    """An error raised if no schema that llguidance supports is the negation of a schema."""
 
 
 def negated(schema: Json) -> list[Json]:
     """Return schemas such that a value satisfies one of them if and only if it does not satisfy `schema`.
 
     Raises:
-        NotExpressible: the negation of a keyword is not known.
+        NotExpressible: a keyword has no supported negation.
     """
     if isinstance(schema, bool):
         return [] if schema else [True]
@@ -81,7 +81,7 @@ def _not_among(values: list[Json]) -> list[Json]:
 
 
 def _other_numbers(numbers: list[float]) -> list[Json]:
-    """Return schemas of the gaps between `numbers`."""
+    """Return schemas of the numbers between, below and above `numbers`."""
     if not numbers:
         return [{"type": "number"}]
     gaps: list[Json] = [{"type": "number", "exclusiveMaximum": numbers[0]}]
@@ -91,7 +91,7 @@ def _other_numbers(numbers: list[float]) -> list[Json]:
 
 
 def _other_strings(strings: list[str]) -> str:
-    """Return a pattern of the strings that are not among `strings`. It uses no lookaround, which grammars lack."""
+    """Return a pattern that matches all other strings. It has no lookaround, because llguidance does not support it."""
     if sum(map(len, strings)) > _MAX_CHARACTERS:
         raise NotExpressible
     return f"^{_other_endings(sorted({*strings}))}$"

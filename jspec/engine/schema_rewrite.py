@@ -1,6 +1,6 @@
 """Rewrites of JSON schemas into the keywords that llguidance enforces.
 
-A value that satisfies the rewritten schema satisfies the given one. Keywords that cannot be enforced are rejected.
+Each value that satisfies the rewritten schema satisfies the original. Keywords that cannot be enforced are rejected.
 """
 
 import json
@@ -26,8 +26,8 @@ from jspec.engine.schema_values import (
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # llguidance's
 )
-# An option of llguidance. Without \\u escapes, each string has one spelling. A property could otherwise occur under
-# another spelling, where its value evades the property's schema.
+# An option of llguidance. Without \\u escapes, each string has one spelling. Otherwise, a property's name could be
+# spelled differently, and its value would evade the property's schema.
 ONE_SPELLING: dict[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
 _MAX_ARRAYS = 400
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
@@ -44,24 +44,27 @@ _Dict = dict[str, Json]
 
 
 def rewritten(schema: Mapping[str, Json]) -> _Dict:
-    """Return a schema that llguidance enforces completely, and whose values all satisfy `schema`.
+    """Return a schema that llguidance enforces completely. All its values satisfy `schema`.
 
-    Annotations, unknown keywords and unknown formats are left out, as the specification says. The two schemas have the
-    same values, except that the rewritten schema has fewer in these cases: branches of a ``oneOf`` that may overlap
-    need the property that ``discriminator`` names, or leave out a property that another branch requires; integer bounds
-    above 2^53 move inwards; and keywords are enforced although ``$schema`` names a draft that lacks them.
+    Annotations, unknown keywords and unknown formats are left out, as the specification allows. The two schemas have
+    the same values, except in these cases, where the rewritten schema has fewer:
+
+    - Branches of a ``oneOf`` that may overlap require the property that ``discriminator`` names, or exclude a property
+      that another branch requires.
+    - Integer bounds above 2^53 move inwards.
+    - Keywords are enforced even if ``$schema`` names a draft that lacks them.
 
     Args:
-        schema: a JSON schema without references that lead outside it.
+        schema: a JSON schema. References to other documents are rejected.
 
     Raises:
-        ValueError: a keyword cannot be enforced; the message names it and its place.
+        ValueError: a keyword cannot be enforced. The message names the keyword and its place.
     """
     return _Rewriter(schema).document()
 
 
 class _Rewriter:
-    """The rewriting of one document. Each target of a reference is rewritten once, under a name in ``$defs``."""
+    """A rewriter of one document. Each target of a reference is rewritten once, under a name in ``$defs``."""
 
     def __init__(self, root: Mapping[str, Json]):
         self._root = root
@@ -72,7 +75,7 @@ class _Rewriter:
         self._anchors = _anchors(root)
 
     def document(self) -> _Dict:
-        """Return the rewritten root, with the rewritten targets of all references that it leads to."""
+        """Return the rewritten root, with the rewritten targets of all reachable references."""
         document = self._node(self._root, "$")
         definitions: _Dict = {}
         while self._waiting:
@@ -108,7 +111,7 @@ class _Rewriter:
             return self._anchors.get(reference[1:])
         return resolved(self._root, reference) if reference.startswith("#") else None
 
-    # Each handler adds a keyword's equivalent to `out`, or returns schemas that the value must satisfy as well.
+    # Each handler adds a keyword's equivalent to `out`, or returns further schemas that the value must satisfy.
 
     def _ref(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         reference = node["$ref"]
@@ -188,7 +191,7 @@ class _Rewriter:
         if branches is None:
             raise unenforceable(path, "oneOf", "use anyOf, or a property that each branch requires with another const")
         union = {
-            "anyOf": [_conjunction(one, self.schema(more, path)) for one, more in zip(given, branches, strict=True)]
+            "anyOf": [_conjunction(part, self.schema(more, path)) for part, more in zip(given, branches, strict=True)]
         }
         if "anyOf" in node:
             return [union]
@@ -202,8 +205,8 @@ class _Rewriter:
         try:
             options = negated(schema)
         except NotExpressible:
-            raise unenforceable(path, keyword, "describe the values that are allowed instead") from None
-        return {"anyOf": [self.schema(one, f"{path}.{keyword}") for one in options]} if options else False
+            raise unenforceable(path, keyword, "describe the allowed values instead") from None
+        return {"anyOf": [self.schema(option, f"{path}.{keyword}") for option in options]} if options else False
 
     def _if(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if "then" not in node and "else" not in node:
@@ -264,7 +267,7 @@ class _Rewriter:
         if arrays is None:
             fix = "list the items with enum, set maxItems to 1, or leave it out"
             raise ValueError(
-                f"{path} has uniqueItems, which cannot be enforced for items of this type, or for so many; {fix}."
+                f"{path} has uniqueItems, which cannot be enforced for these items, or not for this many; {fix}."
             )
         assert isinstance(arrays, list)
         self._arrays_left -= len(arrays)
@@ -301,7 +304,7 @@ class _Rewriter:
 
 
 def _counted(options: Json, keyword: str, path: str, out: _Dict) -> list[Json]:
-    """Add a number of properties to `out`, or return schemas in place of it."""
+    """Add a limit on the number of properties to `out`, or return schemas that enforce it."""
     if options is None:
         raise unenforceable(path, keyword, "name enough properties with required, or set additionalProperties to false")
     if isinstance(options, list):

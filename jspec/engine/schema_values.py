@@ -21,7 +21,7 @@ def as_integer(value: Json) -> Json:
 
 
 def inner_bound(keyword: str, value: Json) -> Json:
-    """Return a bound of numbers. Move an integer inwards to the nearest one that llguidance can read exactly."""
+    """Return a bound of a number. An integer moves inwards to the nearest one that llguidance reads exactly."""
     if not isinstance(value, int) or abs(value) <= _EXACT:
         return value
     is_above = keyword in ("maximum", "exclusiveMaximum")
@@ -41,7 +41,9 @@ def check_literal(value: Json, path: str) -> None:
     if isinstance(value, int) and abs(value) > _EXACT:
         raise ValueError(f"{path} has the integer {str(value)[:40]}; expected at most 2^53; use a string instead.")
     if isinstance(value, str) and any((c < " " and c not in "\b\f\n\r\t") or c == "\x7f" for c in value):
-        raise ValueError(f"{path} has a string with a control character, which cannot be written; leave it out.")
+        raise ValueError(
+            f"{path} has a string with a control character, which the grammar library cannot write; leave it out."
+        )
     if isinstance(value, Mapping):
         for item in value.values():
             check_literal(item, path)
@@ -51,10 +53,10 @@ def check_literal(value: Json, path: str) -> None:
 
 
 def at_least(node: Node) -> Json:
-    """Return what enforces minProperties: alternatives, the number itself, or None if nothing does.
+    """Return alternative schemas that enforce minProperties, the number itself if that suffices, or None.
 
-    Names beyond ``properties`` may repeat in the output, and then count only once. An empty list means that the number
-    demands nothing.
+    None means that it cannot be enforced: names beyond ``properties`` may repeat in the output, and then count only
+    once. An empty list means that the number has no effect.
     """
     least, needed = as_integer(node["minProperties"]), required([node])
     if not isinstance(least, int):
@@ -74,21 +76,21 @@ def at_least(node: Node) -> Json:
 
 
 def at_most(node: Node) -> Json:
-    """Return what enforces maxProperties: alternatives, the number itself, or None if nothing does.
+    """Return alternative schemas that enforce maxProperties, the number itself if that suffices, or None.
 
-    An empty list means that the number demands nothing.
+    None means that it cannot be enforced. An empty list means that the number has no effect.
     """
     most, needed = as_integer(node["maxProperties"]), required([node])
     optional = _optional(node, needed)
     if not isinstance(most, int) or not optional or most < len(needed):
         return most
-    room, is_closed = most - len(needed), _is_closed(node)
-    if is_closed and room >= len(optional):
+    remaining, is_closed = most - len(needed), _is_closed(node)
+    if is_closed and remaining >= len(optional):
         return []
-    sets = _combinations(optional, room) if is_closed or room == 0 else None
+    sets = _combinations(optional, remaining) if is_closed or remaining == 0 else None
     if sets is None:
         return None
-    absent = [dict.fromkeys((name for name in optional if name not in some), False) for some in sets]
+    absent = [dict.fromkeys((name for name in optional if name not in names), False) for names in sets]
     return [{"properties": names} | ({} if is_closed else {"maxProperties": most}) for names in absent]
 
 
@@ -106,9 +108,9 @@ def _combinations(names: Sequence[str], count: int) -> list[tuple[str, ...]] | N
 
 
 def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | str | None:
-    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is known.
+    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is possible.
 
-    The pattern of all strings is empty.
+    An empty pattern matches all strings.
     """
     nodes = _conjuncts(schema, resolve)
     if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
@@ -125,7 +127,7 @@ def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | s
 
 
 def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | None:
-    """Return nodes that all apply to the same values, or None if they have keywords beyond those of names."""
+    """Return nodes that all apply to the same values, or None if they have keywords that do not apply to names."""
     nodes: list[Node] = []
     waiting = [schema]
     while waiting:
@@ -143,9 +145,9 @@ def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | Non
 
 
 def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
-    """Return what enforces uniqueItems: alternatives, or None if there would be more than `most_arrays`.
+    """Return schemas of all arrays with distinct items, or None if there are too many.
 
-    An empty list means that the keyword demands nothing.
+    More than `most_arrays` arrays are too many. An empty list means that the keyword has no effect.
     """
     most = as_integer(node.get("maxItems"))
     items = node.get("items", True)
@@ -157,7 +159,7 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
         return []
     least = as_integer(node.get("minItems", 0))
     values = [overlap.finite_values(schema) for schema in [*first, rest][: int(min(limit, len(first) + 1))]]
-    if any(some is None for some in values) or not isinstance(least, int):
+    if any(options is None for options in values) or not isinstance(least, int):
         return None
     arrays: list[Json] = []
     waiting: list[list[Json]] = [[]]
@@ -171,8 +173,8 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
             arrays.append(_exactly(array))
         if len(array) < limit:
             keys = {value_key(value) for value in array}
-            some = values[min(len(array), len(values) - 1)] or []
-            waiting.extend([*array, value] for value in some if value_key(value) not in keys)
+            options = values[min(len(array), len(values) - 1)] or []
+            waiting.extend([*array, value] for value in options if value_key(value) not in keys)
     return [_NOT_ARRAYS, *arrays]
 
 
