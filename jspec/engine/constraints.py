@@ -21,7 +21,7 @@ from jax import Array, lax
 from jspec.core.types import Draft
 from jspec.decoding.state import DecodeState, RequestParams
 from jspec.drafters.drafts import force_tokens
-from jspec.engine.grammar_worker import DeadEnd, tree_masks
+from jspec.engine.grammar_matcher import DeadEnd, tree_masks
 
 _LOG = logging.getLogger("jspec")
 _ALL = 0xFFFFFFFF  # 32 tokens, all allowed

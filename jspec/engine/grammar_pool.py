@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,16 @@ from jspec.engine import grammar_worker as worker
 from jspec.engine.constraints import ConstraintError, DraftMasks, MaskSource
 
 _COMPILE_SECONDS, _MASK_SECONDS, _START_SECONDS = 10.0, 5.0, 120.0  # wall-clock time; the worker limits CPU time
+# The packages are imported without their __init__ files, which would import JAX.
+_SCRIPT = """
+import socket, sys, types
+for name, folder in zip(("jspec", "jspec.engine"), sys.argv[1:3]):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from jspec.engine.grammar_worker import main
+main(socket.socket(fileno=int(sys.argv[3])))
+"""
+_PACKAGES = [str(folder) for folder in (Path(__file__).parents[1], Path(__file__).parent)]
 _NO_PROCESS = "No process for a grammar can be started now; try again later."
 
 
@@ -95,7 +106,7 @@ class _Server:
         with theirs:
             # The server has its own session, so that only the parent receives Ctrl-C. The server ends with the parent.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _SCRIPT, *_PACKAGES, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from typing import Protocol, Self, cast
 
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
-from jspec.engine import grammar_worker as worker
+from jspec.engine import grammar_matcher
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammar_pool import GrammarPool
 from jspec.engine.schema_limits import check_regex, check_schema
@@ -111,7 +111,7 @@ class _InProcess:
     """A replacement for `GrammarPool` on platforms that cannot fork."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]):
-        self._tokenizer = worker.make_tokenizer(tokenizer, vocab_size, eos_ids)
+        self._tokenizer = grammar_matcher.make_tokenizer(tokenizer, vocab_size, eos_ids)
         self._num_bytes = 4 * -(-vocab_size // 32)
 
     def compile(self, kind: str, text: str) -> Constraint:
@@ -120,7 +120,7 @@ class _InProcess:
         Raises:
             ValueError: llguidance rejects the grammar.
         """
-        return worker.compile_grammar(self._tokenizer, kind, text, self._num_bytes).copy
+        return grammar_matcher.compile_grammar(self._tokenizer, kind, text, self._num_bytes).copy
 
     def close(self) -> None:
         """Do nothing: there are no processes to end."""

@@ -94,7 +94,7 @@ class Choice:
         """The text so far, split into content and function calls."""
         text, parser = self.writer.text[: self.writer.shown], self._parsed.call_parser
         if parser is None:
-            return Reply(text, ())
+            return Reply(text, (), ())
         key = len(text), self.finish_reason is not None
         if self._read is not None and not key[1]:
             (length, _), reply = self._read

@@ -106,7 +106,7 @@ class CallParser:
     def parse(self, text: str, is_complete: bool) -> Reply:
         """Split the text so far into content and calls."""
         reply = self.format.parse(text, self.names, is_complete)
-        return Reply("", reply.calls) if self.is_only else reply
+        return Reply("", reply.calls, (0,) * len(reply.calls)) if self.is_only else reply
 
 
 @dataclasses.dataclass(frozen=True)

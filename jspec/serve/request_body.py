@@ -70,7 +70,7 @@ class _Decompressor:
         """Decompress the next piece, up to `most` bytes.
 
         Raises:
-            Refusal: the data is damaged, or other data follows it.
+            Refusal: the data is damaged, or is followed by more data.
         """
         if piece and self._zlib.eof:
             raise wrong("The body has data after the end of its gzip data; send one gzip file.")
@@ -78,7 +78,7 @@ class _Decompressor:
             decompressed = self._zlib.decompress(piece, most)
         except zlib.error:
             raise wrong(
-                "The body is not valid gzip data, as its Content-Encoding says; send valid gzip data."
+                "The Content-Encoding is gzip, but the body is not valid gzip data; send valid gzip data."
             ) from None
         if self._zlib.unused_data:
             raise wrong("The body has data after the end of its gzip data; send one gzip file.")

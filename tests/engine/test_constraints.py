@@ -11,7 +11,7 @@ import jspec
 from jspec.core.types import Draft
 from jspec.drafters.drafts import force_tokens
 from jspec.engine import Engine, Request
-from jspec.engine.grammar_worker import tree_masks
+from jspec.engine.grammar_matcher import tree_masks
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Variant
 from support import drafters, oracle

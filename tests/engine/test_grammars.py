@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.engine import Engine, Request, grammar_worker
+from jspec.engine import Engine, Request, grammar_pool
 from jspec.engine.grammars import Grammars
 from jspec.engine.runner import Runner
 from support import shallow
@@ -218,15 +218,15 @@ def test_constraint_outlives_its_grammars_object(pair):
     assert re.fullmatch("[a-z]{2}", pair[2].decode(result.tokens[:-1]))
 
 
-SLOW = """
-import os, socket, sys, time
-import grammar_worker as worker
+SLOW = f"""{grammar_pool._SCRIPT.partition("from jspec")[0]}
+import os, time
+from jspec.engine import grammar_worker as worker
 
 class Slow:
     def copy(self):
         return self
     def allowed(self):
-        end = time.thread_time() + float(sys.argv[1])
+        end = time.thread_time() + float(sys.argv[3])
         while time.thread_time() < end:
             pass
         return bytes(4)
@@ -242,7 +242,7 @@ if os.fork() == 0:
     os._exit(0)
 theirs.close()
 worker.receive(ours)
-for i in range(int(sys.argv[2])):
+for i in range(int(sys.argv[4])):
     worker.send(ours, b"[[], [1, 2, 3, 4], [0, 1, 2, 3]]")
     if worker.receive(ours) is None:
         break
@@ -254,8 +254,8 @@ for i in range(int(sys.argv[2])):
 @pytest.mark.parametrize(("seconds", "is_kept"), [(0.0012, True), (0.004, False)])
 def test_mask_time_limit_grows_with_number_of_masks(seconds, is_kept):
     """The limit allows five masks a round if each takes less CPU time than a mask adds to it, and stops slower ones."""
-    folder = os.path.dirname(grammar_worker.__file__)
-    done = subprocess.run([sys.executable, "-c", SLOW, str(seconds), "400"], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-c", SLOW, *grammar_pool._PACKAGES, str(seconds), "400"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert not done.stderr and (len(done.stdout.split()) == 400) == is_kept
 
 

@@ -31,7 +31,7 @@ def masks_after(constraint):
 
     def allowed(tokens):
         source.ask(tokens, (), ())
-        return np.flatnonzero(np.unpackbits(source.masks()[0].view(np.uint8), bitorder="little"))
+        return np.flatnonzero(np.unpackbits(source.masks().masks[0].view(np.uint8), bitorder="little"))
 
     return allowed, source.close
 

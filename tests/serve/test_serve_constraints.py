@@ -163,12 +163,12 @@ def test_grammar_processes_survive_signals_to_whole_service(running):
     server, grammar = pool._server._process.pid, pool.compile("regular expression", "[a-z]{3}")
     masks = grammar()
     masks.ask([], [], [])
-    assert masks.masks().any()
+    assert masks.masks().masks.any()
     for process in (server, *below(server)):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(process, number)
     masks.ask([], [], [])
-    assert masks.masks().any()
+    assert masks.masks().masks.any()
     masks.close()
     grammar.close()
     assert pool._server._process.poll() is None
@@ -237,7 +237,7 @@ def test_lost_matcher_process_is_a_server_error(running, monkeypatch, kind):
         masks = grammar()
     if kind == "server":
         masks.ask([], [], [])
-        assert masks.masks().any()
+        assert masks.masks().masks.any()
         pool._server._process.kill()
         pool._server._process.wait()
     with pytest.raises(ConstraintError, match="send the request again") as error:
@@ -358,10 +358,10 @@ def test_mask_source_outlives_its_grammar_until_closed(running):
     grammar = pool.compile("regular expression", "[a-z]{3}")
     masks = grammar()
     masks.ask([], [], [])
-    first = masks.masks()
+    first = masks.masks().masks
     assert first.shape[0] == 1 and first.any() and not np.all(first == 0xFFFFFFFF)
     grammar.close()
     masks.ask([], [], [])  # a mask source outlives its grammar
-    np.testing.assert_array_equal(masks.masks(), first)
+    np.testing.assert_array_equal(masks.masks().masks, first)
     masks.close()
     until(lambda: masks._answer() is None)

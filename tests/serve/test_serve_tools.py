@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from jspec.engine.grammar_worker import compile_grammar, make_tokenizer
+from jspec.engine.grammar_matcher import compile_grammar, make_tokenizer
 from jspec.serve.chat_schemas import ChatBody
 from jspec.serve.output_grammar import OutputConstraint, output_constraint
 from jspec.serve.parse_request import parse_request
@@ -272,6 +272,25 @@ def test_format_and_tools_may_be_combined(calling):
         else:
             jsonschema.validate(json.loads(one.message.content), schema)
     assert "stop" in kinds and kinds & {"tool_calls", "length"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_responses_with_forced_calls_are_valid(calling, choice):
+    """A response is one function_call item, streamed or whole, and goes back into the input with its result."""
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    fields = {"model": servers.NAME, "input": "the thing", "tools": tools, "tool_choice": choice}
+    fields |= {"parallel_tool_calls": False, "extra_body": {"seed": 4}}
+    found = calling.usual.responses.create(**fields)
+    (item,) = found.output
+    assert (found.status, item.type, item.status) == ("completed", "function_call", "completed")
+    if item.name == "weather":
+        jsonschema.validate(json.loads(item.arguments), WEATHER)
+    *_, last = calling.usual.responses.create(**fields, stream=True)
+    assert [(one.name, one.arguments) for one in last.response.output] == [(item.name, item.arguments)]
+    later = [{"role": "user", "content": "the thing"}, item.model_dump()]
+    later.append({"type": "function_call_output", "call_id": item.call_id, "output": "sun"})
+    answer = calling.usual.responses.create(**fields | {"input": later, "tool_choice": "none"}, max_output_tokens=20)
+    assert answer.output[0].type == "message"
 
 
 def test_stop_strings_do_not_cut_required_calls(calling):

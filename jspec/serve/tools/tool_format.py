@@ -66,7 +66,7 @@ class Reply:
 
     content: str
     calls: tuple[ToolCall, ...]
-    before: tuple[int, ...] = ()
+    before: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

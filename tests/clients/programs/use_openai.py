@@ -138,7 +138,7 @@ def _() -> None:
 def _() -> None:
     tools: Any = [{"type": "function", "name": "get_weather", "parameters": schema, "strict": False}]
     found = api.responses.create(
-        model=model, input=tool_messages, tools=tools, tool_choice="required", parallel_tool_calls=False
+        model=model, input=tool_messages, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0
     )
     (call,) = (item for item in found.output if item.type == "function_call")
     assert call.name == "get_weather" and is_weather(call.arguments)
@@ -152,7 +152,7 @@ def _() -> None:
 def _() -> None:
     tools: Any = [{"type": "function", "name": "get_weather", "parameters": schema, "strict": False}]
     with api.responses.stream(
-        model=model, input=tool_messages, tools=tools, tool_choice="required", parallel_tool_calls=False
+        model=model, input=tool_messages, tools=tools, tool_choice="required", parallel_tool_calls=False, temperature=0
     ) as stream:
         kinds = {event.type for event in stream}
         (call,) = (item for item in stream.get_final_response().output if item.type == "function_call")

@@ -17,7 +17,7 @@ from jspec.serve.tools.tool_grammar import grammar, marker_ids, text_ids
 from support import text_pair
 
 pytest.importorskip("llguidance")
-from jspec.engine.grammar_worker import LLGuidance, compile_grammar, make_tokenizer
+from jspec.engine.grammar_matcher import LLGuidance, compile_grammar, make_tokenizer
 from jspec.engine.grammars import Grammars
 
 UNIT = {"enum": ["C", "F"]}
