@@ -226,7 +226,7 @@ def test_device_failure_is_recovered_or_reported(running, monkeypatch):
 
 
 def test_only_pings_precede_first_token(running, gate, monkeypatch):
-    """Clients would take a chat's role alone for the first token. No ping comes between tokens."""
+    """Clients would mistake a chunk with only the role for the first token. No ping is sent between tokens."""
     monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
     body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
     with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:

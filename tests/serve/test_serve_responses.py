@@ -1,4 +1,4 @@
-"""The Responses API: OpenAI's types and client, streams equal to whole responses, calls, and what is refused."""
+"""The Responses API: OpenAI's types and client, streams equal to whole responses, calls, and rejected requests."""
 
 import json
 
@@ -185,7 +185,7 @@ def test_calls_and_messages_are_items_in_order(running, monkeypatch, size):
 
 
 def test_items_only_grow():
-    """What a client has received of an output never changes: every prefix gives a prefix of the items."""
+    """Items that a client has received never change: every prefix of an output gives a prefix of the items."""
     for form, text in ((Hermes(), MIXED), (Llama3(), '{"name": "f", "parameters": {"a": 1}}; {"name": "g"')):
         whole = output_items(form.parse(text, {"f", "g"}, is_complete=True))
         before = []
@@ -272,7 +272,7 @@ def messages(**fields):
 
 
 def test_items_become_the_messages_of_a_chat():
-    """A call joins the assistant's message before it: the template then renders what the model wrote."""
+    """A call joins the assistant message before it, so that the template renders what the model wrote."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     tool = {"role": "tool", "content": "sunny", "tool_call_id": "a"}
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}

@@ -156,22 +156,22 @@ def _native(messages: Sequence[Mapping[str, Json]], is_mistral: bool) -> list[di
 
 def _one_by_one(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
     """Return messages with one call each. Each call is followed by its result."""
-    found: list[dict[str, Json]] = []
+    ordered: list[dict[str, Json]] = []
     results: list[dict[str, Json]] = []
     for message in reversed(messages):
         if message["role"] == "tool":
             results.insert(0, message)
             continue
-        part = [{**message, "tool_calls": [call]} for call in _calls(message.get("tool_calls"))] or [message]
+        split = [{**message, "tool_calls": [call]} for call in _calls(message.get("tool_calls"))] or [message]
         placed: list[dict[str, Json]] = []
-        for i, one in enumerate(part):
-            ids = [call.get("id") for call in _calls(one.get("tool_calls"))]
+        for i, part in enumerate(split):
+            ids = [call.get("id") for call in _calls(part.get("tool_calls"))]
             own = [result for result in results if result.get("tool_call_id") in ids]
             results = [result for result in results if result not in own]
-            placed += [one if i == 0 else {**one, "content": ""}, *own]
-        found = [*placed, *results, *found]
+            placed += [part if i == 0 else {**part, "content": ""}, *own]
+        ordered = [*placed, *results, *ordered]
         results = []
-    return [*results, *found]
+    return [*results, *ordered]
 
 
 def _native_call(call: Mapping[str, Json], place: str, is_mistral: bool) -> dict[str, Json]:
@@ -188,14 +188,14 @@ def _mistral_id(text: str) -> str:
 
 def _written(messages: Sequence[Mapping[str, Json]], form: ToolFormat) -> list[dict[str, Json]]:
     """Return messages in which calls and results are text."""
-    found: list[dict[str, Json]] = []
+    written: list[dict[str, Json]] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if i and messages[i - 1]["role"] == "tool":
-                found[-1]["content"] = f"{found[-1]['content']}\n{text}"
+                written[-1]["content"] = f"{written[-1]['content']}\n{text}"
             else:
-                found.append({"role": "user", "content": text})
+                written.append({"role": "user", "content": text})
             continue
         fields = {name: value for name, value in message.items() if name != "tool_calls"}
         calls = [
@@ -207,8 +207,8 @@ def _written(messages: Sequence[Mapping[str, Json]], form: ToolFormat) -> list[d
         ]
         if calls:
             fields["content"] = "\n".join(filter(None, (str(message["content"]), form.notation.write(calls))))
-        found.append(fields)
-    return found
+        written.append(fields)
+    return written
 
 
 def _described(

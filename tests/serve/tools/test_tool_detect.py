@@ -1,4 +1,4 @@
-"""A model's tool-call format is found in its chat template, and conversations with calls fit the template."""
+"""A model's tool-call format is detected from its chat template, and conversations with calls fit the template."""
 
 import json
 import types
@@ -36,7 +36,7 @@ def conversation(*results, arguments='{"city":"Zürich <b>"}', content=""):
 
 
 def rendered(template, messages, tools=TOOLS):
-    """Return the prompt that the template makes of a conversation."""
+    """Return a conversation's prompt, as rendered by the template."""
     support = detect_tool_support(tokenizer(template))
     listed = [tool.as_json() for tool in tools] if support.is_native else None
     return render_template(tokenizer(template), template, support.messages(messages, tools), listed)
@@ -94,7 +94,7 @@ def test_native_messages_have_arguments_as_objects():
 
 
 def test_empty_calls_are_left_out():
-    """Templates ask whether a message has calls by asking whether the field exists."""
+    """Templates test for calls by testing whether the field exists."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", "tool_calls": []}]
     for template in (tool_templates.LLAMA3, tool_templates.PLAIN):
         assert "tool_calls" not in detect_tool_support(tokenizer(template)).messages(messages, [])[1]
@@ -148,7 +148,7 @@ def test_fallback_without_tools_describes_none():
 
 @pytest.mark.parametrize("template", [tool_templates.HERMES, tool_templates.PLAIN])
 @pytest.mark.parametrize("arguments", ["[]", "{", "3", "null", "[" * 100_000])
-def test_arguments_that_are_no_object_are_rejected(template, arguments):
+def test_arguments_that_are_not_an_object_are_rejected(template, arguments):
     messages = conversation("Sunny.", arguments=arguments)
     expected = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is .*; expected the text of a JSON object"
     with pytest.raises(ValueError, match=expected):
@@ -156,7 +156,7 @@ def test_arguments_that_are_no_object_are_rejected(template, arguments):
 
 
 def test_calls_are_separated_for_templates_that_take_one_call_in_a_message():
-    """Each call is followed by its result, and results without a call in the message stay behind."""
+    """Each call is followed by its result. Results without a call in the message follow."""
     support = detect_tool_support(tokenizer(tool_templates.LLAMA3))
     assert not support.takes_several and detect_tool_support(tokenizer(tool_templates.HERMES)).takes_several
     messages = support.messages(conversation("sun", "rain", content="so"), TOOLS)

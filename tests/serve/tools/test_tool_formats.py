@@ -1,4 +1,4 @@
-"""Calls in outputs are read as far as they have been written, and nothing else in an output is lost."""
+"""Incomplete calls in outputs are parsed, and no other text of an output is lost."""
 
 import itertools
 import json
@@ -231,7 +231,7 @@ def test_json_answer_of_llama_is_shown_before_it_ends():
 
 
 def test_long_arguments_are_scanned_at_once():
-    """A text of many kilobytes is read by a few regular-expression matches for each string or bracket."""
+    """A text of many kilobytes takes only a few regular-expression matches for each string or bracket."""
     arguments = json.dumps({"code": 'print("{")\n' * 30_000})
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}'
     assert Hermes().parse(text, NAMES, is_complete=False).calls == (ToolCall("f", arguments),)
