@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from jspec.serve.sse import Whole, dump
+from jspec.serve.sse import JobResponse, dump
 from support import servers
 from support.serving import metrics
 from support.streams import LONG, SEEDED, asking, connected, post, texts_of, until
@@ -176,7 +176,7 @@ def test_whole_answer_counts_as_unread_until_sent(monkeypatch, patience):
 
     async def answer():
         content = {"choices": [{"text": "x" * 2**17}] * 4}
-        await Whole(Job(), content)({"type": "http"}, asyncio.Future, send)
+        await JobResponse(Job(), content)({"type": "http"}, asyncio.Future, send)
         assert b"".join(one.get("body", b"") for one in sent).decode() == dump(content)
 
     with contextlib.nullcontext() if patience > 1 else pytest.raises(TimeoutError):
