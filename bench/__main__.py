@@ -307,7 +307,7 @@ def constraints(
     temperature: Temperature = 0.7,
     repeats: Repeats = 5,
 ) -> None:
-    """Compare an engine's choice of draft length under a JSON schema with a fixed length and with plain decoding."""
+    """Compare the draft lengths that an engine chooses under a JSON schema with a fixed length and plain decoding."""
     need("llguidance", "Constraints need llguidance, which is not installed; run pip install llguidance")
     from bench import constraints
 

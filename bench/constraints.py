@@ -1,4 +1,4 @@
-"""Drafts under a JSON schema: an engine's own choice of draft length, a fixed length, and plain decoding."""
+"""Drafting under a JSON schema: the draft length that the engine chooses, a fixed length, and plain decoding."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,8 @@ from jspec.engine import Engine, Request, Result
 from jspec.engine.grammars import Grammars
 from jspec.text.chat_template import encode
 
-K = 4  # the fixed length
-_WHO = "a teacher", "a nurse", "a farmer", "a student", "a cook", "a pilot", "a judge", "a baker"
+K = 4  # the fixed draft length
+_PEOPLE = "a teacher", "a nurse", "a farmer", "a student", "a cook", "a pilot", "a judge", "a baker"
 _TEXT = {"type": "string", "maxLength": 40}
 
 
@@ -37,7 +37,7 @@ SCHEMA = _object(
 
 
 def run(subject: Subject, slots: int, new_tokens: int, temperature: float, repeats: int) -> None:
-    """Measure all engines in turns on the same requests, half of which have a key, and publish the results."""
+    """Measure all engines in turns on the same requests, and publish the results. Half of the requests have a key."""
     prompts = _prompts(subject.tokenizer)
     length = max(map(len, prompts)) + new_tokens
     with contextlib.ExitStack() as stack:
@@ -55,19 +55,21 @@ def run(subject: Subject, slots: int, new_tokens: int, temperature: float, repea
             for i, prompt in enumerate(prompts)
         ]
 
-        def engine(draft: Any, **how: Any) -> Engine:
-            one = Engine(subject.target, draft, slots=slots, max_length=length, **how)
-            return _all_compiled(stack.enter_context(one))
+        def compiled(draft: Any, **options: Any) -> Engine:
+            engine = Engine(subject.target, draft, slots=slots, max_length=length, **options)
+            return _all_compiled(stack.enter_context(engine))
 
-        engines = {"plain": engine(None), f"K = {K}": engine(subject.draft, num_draft_tokens=K)}
-        engines["auto"] = engine(subject.draft)
+        engines = {"plain": compiled(None), f"K = {K}": compiled(subject.draft, num_draft_tokens=K)}
+        engines["auto"] = compiled(subject.draft)
         results: dict[str, list[list[Result]]] = {name: [] for name in engines}
         calls = {
-            name: lambda name=name, one=one: results[name].append(one.generate(requests))
-            for name, one in engines.items()
+            name: lambda name=name, engine=engine: results[name].append(engine.generate(requests))
+            for name, engine in engines.items()
         }
         times = in_turns(calls, repeats)
-    rows = [_row(name, times, [one for turn in turns[-repeats:] for one in turn]) for name, turns in results.items()]
+    rows = [
+        _row(name, times, [result for turn in turns[-repeats:] for result in turn]) for name, turns in results.items()
+    ]
     publish(
         f"constraints-{subject.name}-s{slots}-t{temperature:g}-{jax.default_backend()}",
         f"{subject.name}: {len(prompts)} requests with a JSON schema, {slots} at once, temperature {temperature:g}",
@@ -78,15 +80,16 @@ def run(subject: Subject, slots: int, new_tokens: int, temperature: float, repea
 
 
 def _prompts(tokenizer: Any) -> list[tuple[int, ...]]:
-    """Return requests for JSON: questions for a chat model, or the beginnings of Python modules."""
+    """Return prompts that ask for JSON: questions for a chat model, or the first lines of Python modules otherwise."""
     if getattr(tokenizer, "chat_template", None) is None:
-        texts = [f"# Describe {who}\nperson = json.loads('''" for who in _WHO]
+        texts = [f"# Describe {person}\nperson = json.loads('''" for person in _PEOPLE]
         return [tuple(tokenizer(text)["input_ids"]) for text in texts]
     keys = ", ".join(SCHEMA["properties"])
-    asked = encode(
-        tokenizer, [[{"role": "user", "content": f"Describe {who} as JSON with the keys {keys}."}] for who in _WHO]
+    encoded = encode(
+        tokenizer,
+        [[{"role": "user", "content": f"Describe {person} as JSON with the keys {keys}."}] for person in _PEOPLE],
     )
-    return [tuple(ids[:length].tolist()) for ids, length in zip(asked.tokens, asked.lengths, strict=True)]
+    return [tuple(ids[:length].tolist()) for ids, length in zip(encoded.tokens, encoded.lengths, strict=True)]
 
 
 def _all_compiled(engine: Engine) -> Engine:
@@ -94,13 +97,13 @@ def _all_compiled(engine: Engine) -> Engine:
     engine.expect_constraints()
     lengths = engine.device.sizes.lengths
     shapes = [(variant, count) for count, variant in engine.device.sizes.shapes]
-    while not engine.device.can_constrain or any(engine.device.lengths(*one) != lengths(*one) for one in shapes):
+    while not engine.device.can_constrain or any(engine.device.lengths(*shape) != lengths(*shape) for shape in shapes):
         time.sleep(0.1)
     return engine
 
 
 def _row(name: str, times: dict[str, np.ndarray], results: list[Result]) -> dict[str, Any]:
-    """Return an engine's figures. Requests without a key have other texts in every engine, so tokens are counted."""
+    """Return an engine's figures. Speed is measured in tokens, because requests without a key have different texts."""
     assert all(result.error is None for result in results), "a request has failed"
     rounds = [entry for result in results for entry in zip(result.drafted, result.accepted, strict=True)]
     drafted, accepted = (sum(part) for part in zip(*rounds, strict=True))

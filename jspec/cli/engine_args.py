@@ -28,7 +28,7 @@ def engine_of(
 
     Args:
         draft_length: a function that maps a drafter to the number of draft tokens.
-        max_length: same as in `jspec.engine.Engine`.
+        max_length: as in `jspec.engine.Engine`.
     """
     from jspec.engine import Engine
 

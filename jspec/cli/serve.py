@@ -39,7 +39,7 @@ _MaxLength = Annotated[
         "N",
         "Longest sequence in tokens, prompt included; every slot reserves memory for it.",
         min=2,
-        show_default="the models' limit, up to 8192, if it fits into half of the free memory",
+        show_default="the models' limit, up to 8192, or less if memory is short",
     ),
 ]
 _Hosts = Annotated[
@@ -172,14 +172,14 @@ def _listener(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _room(engine: "Engine") -> str:
-    """Return a line that says how many sequences of which length the engine has memory for."""
+def _capacity(engine: "Engine") -> str:
+    """Return a line with the number and the length of the sequences that the engine's slots hold."""
     from jspec.engine.memory_budget import slots_bytes
 
     device = engine.device
     size = slots_bytes(device.target, device.drafter, device.sizes)
     sequences = "1 sequence" if device.sizes.slots == 1 else f"{device.sizes.slots:,} sequences"
-    return f"Room for {sequences} of {device.sizes.length:,} tokens ({size / 1e9:,.1f} GB)"
+    return f"Capacity: {sequences} of {device.sizes.length:,} tokens ({size / 1e9:,.1f} GB)"
 
 
 def _run(
@@ -200,7 +200,7 @@ def _run(
             typer.echo(f"{defaults}; a request can override each field.", err=True)
         if note := server.tools_note:
             typer.echo(note, err=True)
-        typer.echo(_room(engine), err=True)
+        typer.echo(_capacity(engine), err=True)
         typer.echo(f"Serving {name} at http://{place}:{port}", err=True)
         try:
             run(server, listener, keep_alive)

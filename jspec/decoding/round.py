@@ -48,7 +48,7 @@ def decode_round(
 
     If K is 0, the drafter only reads, so that it can draft in a later round. Omit a drafter that has nothing to read.
     If a row requests top log-probabilities, the output has the `num_top` most likely tokens of every distribution.
-    `constrain` returns the draft, in which it may have replaced tokens, and the tokens allowed at every position,
+    `constrain` returns the draft, possibly with replaced tokens, and the tokens allowed at every position,
     ``bool[B, N + 1, V]``.
     """
     replaces = constrain is not None
@@ -119,7 +119,7 @@ def _propose(
 ) -> tuple[Draft, Array, PyTree]:
     """Return the draft (empty without a drafter), its `RoundOutput.out_of_vocab`, and the drafter's state.
 
-    If something `replaces` tokens of drafts, the drafter may not have read the tokens that a round commits.
+    If `replaces` is true, draft tokens may be replaced. The drafter may then have read none of a round's new tokens.
     """
     batch, vocab_size = state.lengths.size, target.config.vocab_size
     if drafter is None or not draft_length.max_draft_tokens:

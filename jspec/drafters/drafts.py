@@ -96,10 +96,10 @@ def mask_draft(draft: Draft, kept: Array, otherwise: Array | int = 0) -> Draft:
 
 
 def force_tokens(draft: Draft, forced: Array) -> Draft:
-    """Return a chain in which ``forced[B, K]`` replaces the tokens where it is not negative, and ends the draft.
+    """Return a chain with the tokens ``forced[B, K]``, where these are not negative, and without tokens after them.
 
-    A forced token's distribution is one-hot, because it depends only on the tokens before it. The draft's tokens after
-    a forced one are dropped: they were drawn after the tokens that are replaced.
+    A forced token's distribution is one-hot, because it depends only on the tokens before it. Draft tokens after
+    a forced token are dropped, because they were drawn given the tokens that it replaces.
     """
     is_forced = forced >= 0
     kept = mask_draft(draft, jnp.cumsum(is_forced, axis=1) == 0, forced)

@@ -1,8 +1,8 @@
 """Constraints on output, such as grammars. The host computes the allowed tokens between drafting and verification.
 
 The allowed tokens mask the target's distribution at every position of a draft. The output therefore has exactly the
-constrained model's distribution, whatever the drafter and the draft length. Where a constraint leaves only one text,
-such as the next key of a JSON object, that text's tokens replace the drafter's.
+constrained model's distribution, whatever the drafter and the draft length. Where a constraint allows only one text,
+such as the next key of a JSON object, the tokens of this text replace the drafter's tokens.
 """
 
 import abc
@@ -49,12 +49,12 @@ class Matcher(Protocol):
 
 
 class ForcingMatcher(Matcher, Protocol):
-    """A matcher that also drafts. The output's distribution does not depend on these drafts."""
+    """A matcher that also proposes draft tokens. They do not change the output's distribution."""
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens that must or will probably follow; empty if there are none.
+        """Return the tokens that must follow, or probably will; an empty list if there are none.
 
-        They must depend only on the tokens consumed so far.
+        The result must depend only on the tokens consumed so far.
         """
         ...
 
@@ -76,8 +76,9 @@ class DraftMasks(NamedTuple):
 
     Attributes:
         masks: ``uint32[N + 1, ceil(V / 32)]``, the masks after the text and after each draft node. In a chain with
-            forced tokens, these tokens are the nodes, and all later nodes are ignored.
-        forced: ``int32[N]``, the tokens of `ForcingMatcher.forced` that replace the nodes' tokens; -1 for no token.
+            forced tokens, these tokens replace draft nodes, and all later nodes are ignored.
+        forced: ``int32[N]``, for each node, the forced token that replaces its token; -1 for none. See
+            `ForcingMatcher.forced`.
     """
 
     masks: np.ndarray
@@ -85,7 +86,7 @@ class DraftMasks(NamedTuple):
 
     @classmethod
     def dead_end(cls, count: int, size: int) -> Self:
-        """Return `count` masks of `size` words that allow nothing."""
+        """Return `count` masks of `size` words that allow no token."""
         return cls(np.zeros((count, size), np.uint32), np.full(count - 1, -1, np.int32))
 
 
@@ -218,10 +219,10 @@ class Constraints:
         """Return an error that explains why no token may follow `text`, a constrained request's new tokens."""
         active = self._active[number]
         active.attempt(active.source.ask, text, (), ())
-        found = None if active.error else active.attempt(active.source.masks)
-        if found is None:
+        draft_masks = None if active.error else active.attempt(active.source.masks)
+        if draft_masks is None:
             return active.error or ConstraintError("The constraint has failed.", "constraint_failed")
-        if found.masks.any():
+        if draft_masks.masks.any():
             return ConstraintError(
                 "No token may follow: logit_bias or min_tokens forbids every token that the constraint allows; "
                 "relax one of the two.",
@@ -284,7 +285,7 @@ def _compute_masks(size: int, *arrays: Array) -> tuple[np.ndarray, np.ndarray]:
         active.attempt(active.source.ask, text, drafted[row].tolist(), parents[row].tolist())
         pending.append((int(row), active))
     for row, active in pending:  # all sources compute at the same time
-        found = None if active.error else active.attempt(active.source.masks)
-        if found is not None:
-            bits[row], forced[row] = found
+        draft_masks = None if active.error else active.attempt(active.source.masks)
+        if draft_masks is not None:
+            bits[row], forced[row] = draft_masks
     return bits, forced

@@ -21,7 +21,7 @@ from jspec.engine import validate_options as arguments
 from jspec.engine.background_compile import Compiler
 from jspec.engine.heartbeat import Heartbeat
 from jspec.engine.loop import Loop
-from jspec.engine.memory_budget import check_memory, shortened
+from jspec.engine.memory_budget import check_memory, fit_length
 from jspec.engine.request import Request, Result
 from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
@@ -46,8 +46,8 @@ class Engine:
             called.
         slots: the number of requests to decode at once. Other requests wait.
         max_length: the maximum sequence length in tokens, including the prompt. Every slot reserves memory for it. The
-            default is 1,024, or the models' number of positions if that is less. "auto" is up to 8,192 tokens, halved
-            until the slots take at most half of the free memory, but at least 1,024.
+            default is 1,024, or the models' number of positions if that is less. "auto" starts with up to 8,192 tokens,
+            and halves the length until the slots take at most half of the free memory, but not below 1,024.
         num_draft_tokens: K, the number of draft tokens per round. "auto" chooses between 0, 1, 2, 4 and 8 during
             decoding, from the measured cost of rounds and the recent acceptance rate. A tree drafter drafts its whole
             tree or nothing.
@@ -97,7 +97,7 @@ class Engine:
         self._sizes = sizes
         self._check(Request((0,), 1), target, drafter)  # validates the models
         arguments.check_one_device((target, drafter))
-        self._sizes = sizes = shortened(target, drafter, sizes) if max_length == "auto" else sizes
+        self._sizes = sizes = fit_length(target, drafter, sizes) if max_length == "auto" else sizes
         check_memory(target, drafter, sizes)
         self.device = Runner(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)

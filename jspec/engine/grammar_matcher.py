@@ -30,9 +30,9 @@ def tree_masks(
 ) -> tuple[list[Mask | bytes | None], list[int]]:
     """Return the masks after the text and after each draft node, and the forced tokens.
 
-    The mask of a node that cannot be reached is None. In a chain, the first tokens that a matcher with the method
-    `forced` forces replace the draft's tokens, and the draft ends after them. The second list holds each node's forced
-    token; -1 for a node without one. The forced tokens must depend only on the tokens before them.
+    The mask of a node that cannot be reached is None. In a chain, the first tokens that the optional method `forced`
+    of the matcher returns replace the draft's tokens, and the draft ends after them. The second list holds each node's
+    forced token; -1 for a node without one. The forced tokens must depend only on the tokens before them.
 
     Args:
         matcher: a `jspec.engine.constraints.Matcher` at the end of the text.
@@ -53,7 +53,7 @@ def tree_masks(
         nonlocal matcher, may_force
         try:
             run = [*cast(_Forcing, matcher).forced()][: len(drafted) - node]
-        except Exception:  # masks must not depend on the draft length, so only the forced tokens are missing
+        except Exception:  # ignored: masks must not depend on the draft length
             matcher, run = reset(path), []
         if run:
             forced[node : node + len(run)], may_force = run, False

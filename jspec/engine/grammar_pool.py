@@ -214,11 +214,13 @@ class CompiledGrammar:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the grammar can create sources."""
+        """Whether the grammar can still create sources."""
         with self._lock:
             if self._is_closed or not self.is_alive:
                 return False
-            ended = select.poll()  # the grammar's process sends nothing, so its connection is readable after its end
+            ended = (
+                select.poll()
+            )  # the grammar's process sends nothing, so its connection is readable only after the process has ended
             ended.register(self._connection, select.POLLIN)
             return not ended.poll(0)
 

@@ -29,10 +29,10 @@ class _FastTokenizer(Protocol):
 
 
 def enforceable(schema: Mapping[str, object]) -> dict[str, Json]:
-    """Return a schema that llguidance enforces completely, and whose values all satisfy `schema`.
+    """Return a schema that llguidance enforces completely. All its values satisfy `schema`.
 
     Raises:
-        ValueError: `schema` is too large, or demands something that cannot be guaranteed.
+        ValueError: `schema` is too large, or has a keyword that cannot be enforced.
     """
     check_schema(schema)
     return rewritten(json.loads(json.dumps(schema)))

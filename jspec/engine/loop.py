@@ -19,7 +19,7 @@ from jspec.engine.slots import Variant
 from jspec.engine.weights import Running, Update
 
 _LOG = logging.getLogger("jspec")
-_CONSTRAINED_TIMES = 4  # measurements after which a constrained kind's cost counts
+_MIN_CONSTRAINED = 4  # number of measurements before the cost of constrained rounds is used
 _PATIENCE = 5  # failures that end a request if it ran alone in the last one; 3 times as many in a row end all requests
 
 
@@ -190,13 +190,13 @@ class Loop:
         is_first = not any(active.has_decoded for active in decoding.values())
         if is_first and self._runner.reads_separately and 0 in lengths:
             return 0, variant, num_slots
-        # The warm-up measures no constrained rounds: use unconstrained costs until constrained ones are measured. A
-        # single disturbed call could stop the drafting for hundreds of calls.
+        # The warm-up measures no constrained rounds: use unconstrained costs until constrained ones are measured
+        # several times. After one disturbed measurement, the engine might not draft for hundreds of calls.
         kinds = [(k, measured, num_slots) for measured in (min(variant, Variant.FULL), variant) for k in lengths]
         costs = {
             kind[0]: self.round_budget.costs[kind]
             for kind in kinds
-            if self.round_budget.is_measured(kind, _CONSTRAINED_TIMES if kind[1] is Variant.CONSTRAINED else 1)
+            if self.round_budget.is_measured(kind, _MIN_CONSTRAINED if kind[1] is Variant.CONSTRAINED else 1)
         }
         rows = [(active.result.accepted[-RECENT:], active.draft_lengths[-RECENT:]) for active in decoding.values()]
         return self._length_policy.next(lengths, costs, rows), variant, num_slots

@@ -16,7 +16,7 @@ from jspec.engine.slots import AnyDrafter, Sizes, Slots, empty_slots
 from jspec.models.llama import Llama
 from jspec.planning.memory import PROB_ARRAYS
 
-_LEAST_LENGTH = 1024  # tokens that `shortened` leaves
+_MIN_LENGTH = 1024  # tokens; the lower bound of `fit_length`
 _MEMORY, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # on Linux, and in a container
 
 
@@ -49,14 +49,14 @@ def check_memory(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Non
     )
 
 
-def shortened(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Sizes:
+def fit_length(target: Llama, drafter: AnyDrafter | None, sizes: Sizes) -> Sizes:
     """Halve the length until the slots take at most half of the free memory, but not below 1,024 tokens.
 
-    The length has few possible values, because a start with another length would compile all programs again.
+    The length is only halved, so that it has few possible values: each new length requires compiling all programs.
     """
     (device,) = jax.tree.leaves(target)[0].devices()
     free = free_bytes(device)
-    while free is not None and sizes.length >= 2 * _LEAST_LENGTH and 2 * slots_bytes(target, drafter, sizes) > free:
+    while free is not None and sizes.length >= 2 * _MIN_LENGTH and 2 * slots_bytes(target, drafter, sizes) > free:
         sizes = dataclasses.replace(sizes, length=sizes.length // 2)
     return sizes
 

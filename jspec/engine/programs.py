@@ -261,7 +261,7 @@ def max_unread(drafter: AnyDrafter | None, num_draft_tokens: int, constrained: b
     """Return the largest number of unread tokens with which a drafter may draft. It reads these tokens first.
 
     In a combined drafter, one part may not have read the tokens that a round gained from another part. A `constrained`
-    call gains forced tokens, which no drafter has read.
+    call commits forced tokens, which the drafter has not read.
     """
     return 2 if reads_own_drafts(drafter) and not constrained else num_draft_tokens + 1
 

@@ -35,9 +35,10 @@ class RoundBudget:
         )
 
     def is_measured(self, kind: Hashable, times: int = 1) -> bool:
-        """Return whether a kind's cost was measured alone, or so often that measuring it alone seems impossible.
+        """Return whether a kind's cost was measured often enough, and alone.
 
-        It must have been measured at least `times` times.
+        It must have been measured at least `times` times. Measurements that were not alone suffice if there are many,
+        because measuring alone then seems impossible.
         """
         count = self._num_measured[kind]
         return count >= times and (kind in self._measured_alone or count >= _PATIENCE)

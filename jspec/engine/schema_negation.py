@@ -10,21 +10,23 @@ _MAX_CHARACTERS = 500
 
 
 class NotExpressible(Exception):
-    """An error raised if a schema has no negation that the grammar library understands."""
+    """An error raised if no schema that llguidance supports is the negation of a schema."""
 
 
 def negated(schema: Json) -> list[Json]:
     """Return schemas such that a value satisfies one of them if and only if it does not satisfy `schema`.
 
     Raises:
-        NotExpressible: the negation of a keyword is not known.
+        NotExpressible: a keyword has no supported negation.
     """
     if isinstance(schema, bool):
         return [] if schema else [True]
     if not isinstance(schema, Mapping):
         raise NotExpressible
-    words = {*schema} - ({"type"} if _is_type_redundant(schema) else set[str]())
-    return [part for word, value in schema.items() if word in words for part in _negated_keyword(word, value)]
+    keywords = {*schema} - ({"type"} if _is_type_redundant(schema) else set[str]())
+    return [
+        part for keyword, value in schema.items() if keyword in keywords for part in _negated_keyword(keyword, value)
+    ]
 
 
 def _is_type_redundant(schema: Mapping[str, Json]) -> bool:
@@ -33,26 +35,26 @@ def _is_type_redundant(schema: Mapping[str, Json]) -> bool:
     return isinstance(given, list) and {value_type(value) for value in given} <= type_names(schema.get("type"))
 
 
-def _negated_keyword(word: str, value: Json) -> list[Json]:
-    if word in ANNOTATIONS:
+def _negated_keyword(keyword: str, value: Json) -> list[Json]:
+    if keyword in ANNOTATIONS:
         return []
-    if word == "type":
+    if keyword == "type":
         return _not_of_types(value)
-    if word == "required" and isinstance(value, list):
+    if keyword == "required" and isinstance(value, list):
         return [{"type": "object", "properties": {str(name): False}} for name in value]
-    if word == "properties" and isinstance(value, Mapping):
+    if keyword == "properties" and isinstance(value, Mapping):
         return [
             {"type": "object", "required": [name], "properties": {name: part}}
             for name, schema in value.items()
             for part in negated(schema)
         ]
-    if word in ("const", "enum"):
-        return _not_among(value if word == "enum" and isinstance(value, list) else [value])
-    if word == "allOf" and isinstance(value, list):
+    if keyword in ("const", "enum"):
+        return _not_among(value if keyword == "enum" and isinstance(value, list) else [value])
+    if keyword == "allOf" and isinstance(value, list):
         return [part for schema in value for part in negated(schema)]
-    if word == "anyOf" and isinstance(value, list):
+    if keyword == "anyOf" and isinstance(value, list):
         return [{"allOf": [{"anyOf": negated(schema) or [False]} for schema in value]}]
-    if word == "not":
+    if keyword == "not":
         return [value]
     raise NotExpressible
 
@@ -79,7 +81,7 @@ def _not_among(values: list[Json]) -> list[Json]:
 
 
 def _other_numbers(numbers: list[float]) -> list[Json]:
-    """Return schemas of the gaps between `numbers`."""
+    """Return schemas of the numbers between, below and above `numbers`."""
     if not numbers:
         return [{"type": "number"}]
     gaps: list[Json] = [{"type": "number", "exclusiveMaximum": numbers[0]}]
@@ -89,7 +91,7 @@ def _other_numbers(numbers: list[float]) -> list[Json]:
 
 
 def _other_strings(strings: list[str]) -> str:
-    """Return a pattern of the strings that are not among `strings`. It uses no lookaround, which grammars lack."""
+    """Return a pattern that matches all other strings. It has no lookaround, because llguidance does not support it."""
     if sum(map(len, strings)) > _MAX_CHARACTERS:
         raise NotExpressible
     return f"^{_other_endings(sorted({*strings}))}$"

@@ -1,6 +1,6 @@
 """Proofs about JSON schemas: that no value satisfies two of them, or that only a few values satisfy one.
 
-A proof may fail although its claim is true, but a claim that is proved is true.
+The proofs are sound but incomplete: a true claim may remain unproved.
 """
 
 import math
@@ -22,7 +22,7 @@ _MAX_DEPTH = 12
 
 
 def type_names(given: Json) -> frozenset[str]:
-    """Return the members of `TYPES` that a value of the keyword ``type`` names."""
+    """Return the members of `TYPES` that the value of the keyword ``type`` allows."""
     names = [given] if isinstance(given, str) else given if isinstance(given, list) else [*TYPES]
     types = frozenset(name for name in names if isinstance(name, str))
     return TYPES & (types | {"integer", "fraction"} if "number" in types else types)
@@ -40,7 +40,7 @@ def value_type(value: Json) -> str:
 
 
 def value_key(value: Json) -> object:
-    """Return a hashable key that two values share if and only if JSON Schema calls them equal."""
+    """Return a hashable key. Two values have the same key if and only if they are equal in JSON Schema."""
     if isinstance(value, Mapping):
         return ("object", frozenset((name, value_key(item)) for name, item in value.items()))
     if isinstance(value, list):
@@ -49,13 +49,13 @@ def value_key(value: Json) -> object:
 
 
 def required(nodes: Sequence[Node]) -> dict[str, None]:
-    """Return the properties that an object needs to satisfy all of `nodes`, in order."""
+    """Return the properties that `nodes` require, in order."""
     lists = (names for node in nodes if isinstance(names := node.get("required"), list))
     return dict.fromkeys(name for names in lists for name in names if isinstance(name, str))
 
 
 class Overlap:
-    """A prover for the parts of one schema, with a limited number of steps.
+    """A prover for the parts of one schema. The number of steps is limited.
 
     Args:
         resolve: a function that returns the part of the schema that a ``$ref`` names.
@@ -67,15 +67,15 @@ class Overlap:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no steps are left, so that no further proof succeeds."""
+        """Whether no steps are left. All further proofs then fail."""
         return self._steps > _MAX_STEPS
 
     def is_empty(self, *schemas: Json) -> bool:
-        """Return whether it is proved that no value satisfies all of `schemas`."""
+        """Return True if it can be proved that no value satisfies all of `schemas`."""
         return self._all_empty(self.alternatives({"allOf": [*schemas]}), _MAX_DEPTH)
 
     def alternatives(self, schema: Json, depth: int = _MAX_DEPTH) -> list[Nodes]:
-        """Return lists of nodes. A value that satisfies `schema` satisfies all nodes of some list.
+        """Return lists of nodes. Each value that satisfies `schema` satisfies all nodes of at least one list.
 
         The nodes' own ``$ref``, ``allOf``, ``anyOf`` and ``oneOf`` are already expanded.
         """
@@ -88,10 +88,10 @@ class Overlap:
         groups = [[part] for part in _list(schema, "allOf")]
         if isinstance(name := schema.get("$ref"), str):
             groups.append([self.resolve(name)])
-        groups += [parts for word in ("anyOf", "oneOf") if (parts := _list(schema, word))]
+        groups += [parts for keyword in ("anyOf", "oneOf") if (parts := _list(schema, keyword))]
         for group in groups:
             further = [nodes for part in group for nodes in self.alternatives(part, depth - 1)]
-            if len(options) * len(further) <= _MAX_ALTERNATIVES:  # otherwise, allow more values than the schema does
+            if len(options) * len(further) <= _MAX_ALTERNATIVES:  # otherwise, skip the group, which allows more values
                 options = [left + right for left, right in product(options, further)]
         return options
 
@@ -99,15 +99,15 @@ class Overlap:
         """Return a list that contains all values that satisfy `schema`, or None if no such list is known."""
         values: dict[object, Json] = {}
         for nodes in self.alternatives(schema):
-            some = values_of(nodes)
-            if some is None:
+            node_values = values_of(nodes)
+            if node_values is None:
                 return None
-            values |= {value_key(value): value for value in some}
+            values |= {value_key(value): value for value in node_values}
         return [*values.values()]
 
     def types(self, schema: Json) -> frozenset[str]:
         """Return a superset of the types of the values that satisfy `schema`."""
-        return frozenset(one for nodes in self.alternatives(schema) for one in _types(nodes))
+        return frozenset(name for nodes in self.alternatives(schema) for name in _types(nodes))
 
     def _all_empty(self, options: Sequence[Nodes], depth: int) -> bool:
         return all(self._is_empty(nodes, depth) for nodes in options)
@@ -137,8 +137,8 @@ class Overlap:
         )
 
 
-def _list(node: Node, word: str) -> list[Json]:
-    value = node.get(word)
+def _list(node: Node, keyword: str) -> list[Json]:
+    value = node.get(keyword)
     return value if isinstance(value, list) else []
 
 
@@ -149,7 +149,7 @@ def _types(nodes: Nodes) -> frozenset[str]:
 def values_of(nodes: Nodes) -> list[Json] | None:
     """Return a list that contains all values that satisfy `nodes`, or None if no such list is known."""
     lists: list[list[Json]] = [[node["const"]] for node in nodes if "const" in node]
-    lists += [some for node in nodes if isinstance(some := node.get("enum"), list)]
+    lists += [values for node in nodes if isinstance(values := node.get("enum"), list)]
     types = _types(nodes)
     if types <= {"null", "boolean"}:
         lists.append([None, False, True])
@@ -159,12 +159,12 @@ def values_of(nodes: Nodes) -> list[Json] | None:
     if not lists:
         return None
     keys = [{value_key(value) for value in values} for values in lists]
-    common = {key: value for value in lists[0] if all((key := value_key(value)) in some for some in keys)}
+    common = {key: value for value in lists[0] if all((key := value_key(value)) in allowed for allowed in keys)}
     return [value for value in common.values() if value_type(value) in types and _is_within(nodes, value)]
 
 
 def _is_within(nodes: Nodes, value: Json) -> bool:
-    """Return whether a value is within the nodes' limits of length and size."""
+    """Return whether a value is within the nodes' limits on length and size."""
     if isinstance(value, str):
         return _largest(nodes, "minLength") <= len(value) <= _smallest(nodes, "maxLength")
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -172,16 +172,16 @@ def _is_within(nodes: Nodes, value: Json) -> bool:
     return True
 
 
-def _numbers(nodes: Nodes, word: str) -> list[float]:
-    return [v for node in nodes if isinstance(v := node.get(word), int | float) and not isinstance(v, bool)]
+def _numbers(nodes: Nodes, keyword: str) -> list[float]:
+    return [v for node in nodes if isinstance(v := node.get(keyword), int | float) and not isinstance(v, bool)]
 
 
-def _largest(nodes: Nodes, word: str) -> float:
-    return max(_numbers(nodes, word), default=0)
+def _largest(nodes: Nodes, keyword: str) -> float:
+    return max(_numbers(nodes, keyword), default=0)
 
 
-def _smallest(nodes: Nodes, word: str) -> float:
-    return min(_numbers(nodes, word), default=math.inf)
+def _smallest(nodes: Nodes, keyword: str) -> float:
+    return min(_numbers(nodes, keyword), default=math.inf)
 
 
 def _lowest(nodes: Nodes) -> tuple[float, bool]:

@@ -1,6 +1,6 @@
 """Rewrites of JSON schemas into the keywords that llguidance enforces.
 
-A value that satisfies the rewritten schema satisfies the given one. Keywords that cannot be enforced are rejected.
+Each value that satisfies the rewritten schema satisfies the original. Keywords that cannot be enforced are rejected.
 """
 
 import json
@@ -15,25 +15,25 @@ from jspec.engine.schema_overlap import Node, Overlap
 from jspec.engine.schema_unions import disjoint_branches
 from jspec.engine.schema_values import (
     allowed_names,
+    as_integer,
     at_least,
     at_most,
     check_literal,
     distinct_arrays,
     inner_bound,
-    whole,
 )
 
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # llguidance's
 )
-# An option of llguidance. Without \\u escapes, each string has one spelling. A property could otherwise occur under
-# another spelling, where its value evades the property's schema.
+# An option of llguidance. Without \\u escapes, each string has one spelling. Otherwise, a property's name could be
+# spelled differently, and its value would evade the property's schema.
 ONE_SPELLING: dict[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
 _MAX_ARRAYS = 400
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEPT = ("type", "required", "pattern", *_BOUNDS)
-_REFUSED = {
+_REJECTED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
     "divisibleBy": "use multipleOf",
@@ -44,24 +44,27 @@ _Dict = dict[str, Json]
 
 
 def rewritten(schema: Mapping[str, Json]) -> _Dict:
-    """Return a schema that llguidance enforces completely, and whose values all satisfy `schema`.
+    """Return a schema that llguidance enforces completely. All its values satisfy `schema`.
 
-    Annotations, unknown keywords and unknown formats are left out, as the specification says. The two schemas have the
-    same values, except that the rewritten schema has fewer in these cases: branches of a ``oneOf`` that may overlap
-    need the property that ``discriminator`` names, or leave out a property that another branch requires; integer bounds
-    above 2^53 move inwards; and keywords are enforced although ``$schema`` names a draft that lacks them.
+    Annotations, unknown keywords and unknown formats are left out, as the specification allows. The two schemas have
+    the same values, except in these cases, where the rewritten schema has fewer:
+
+    - Branches of a ``oneOf`` that may overlap require the property that ``discriminator`` names, or exclude a property
+      that another branch requires.
+    - Integer bounds above 2^53 move inwards.
+    - Keywords are enforced even if ``$schema`` names a draft that lacks them.
 
     Args:
-        schema: a JSON schema without references that lead outside it.
+        schema: a JSON schema. References to other documents are rejected.
 
     Raises:
-        ValueError: a keyword cannot be enforced; the message names it and its place.
+        ValueError: a keyword cannot be enforced. The message names the keyword and its place.
     """
     return _Rewriter(schema).document()
 
 
 class _Rewriter:
-    """The rewriting of one document. Each target of a reference is rewritten once, under a name in ``$defs``."""
+    """A rewriter of one document. Each target of a reference is rewritten once, under a name in ``$defs``."""
 
     def __init__(self, root: Mapping[str, Json]):
         self._root = root
@@ -72,12 +75,12 @@ class _Rewriter:
         self._anchors = _anchors(root)
 
     def document(self) -> _Dict:
-        """Return the rewritten root, with the rewritten targets of all references that it leads to."""
+        """Return the rewritten root, with the rewritten targets of all reachable references."""
         document = self._node(self._root, "$")
         definitions: _Dict = {}
         while self._waiting:
             reference = self._waiting.pop()
-            definitions[self._names[reference]] = self.schema(self._target(reference), _place(reference))
+            definitions[self._names[reference]] = self.schema(self._target(reference), _reference_path(reference))
         return document | ({"$defs": definitions} if definitions else {})
 
     def schema(self, schema: Json, path: str) -> Json:
@@ -94,11 +97,11 @@ class _Rewriter:
             raise ValueError(f"The schema needs more than {MAX_VALUES} parts to be enforced; simplify {path}.")
         out: _Dict = {}
         more: list[Json] = []  # further schemas that the value must satisfy
-        for word in node:
-            if word in _REFUSED:
-                raise refusal(path, word, _REFUSED[word])
-            if word in self._HANDLERS:
-                more += self._HANDLERS[word](self, word, node, path, out)
+        for keyword in node:
+            if keyword in _REJECTED:
+                raise unenforceable(path, keyword, _REJECTED[keyword])
+            if keyword in self._HANDLERS:
+                more += self._HANDLERS[keyword](self, keyword, node, path, out)
         if more:
             out["allOf"] = [*cast("list[Json]", out.get("allOf", [])), *more]
         return out
@@ -108,12 +111,14 @@ class _Rewriter:
             return self._anchors.get(reference[1:])
         return resolved(self._root, reference) if reference.startswith("#") else None
 
-    # Each handler adds a keyword's equivalent to `out`, or returns schemas that the value must satisfy as well.
+    # Each handler adds a keyword's equivalent to `out`, or returns further schemas that the value must satisfy.
 
-    def _ref(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _ref(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         reference = node["$ref"]
         if not isinstance(reference, str) or self._target(reference) is None:
-            raise refusal(path, f"$ref {json.dumps(reference)}", "refer to a part of this schema, such as #/$defs/name")
+            raise unenforceable(
+                path, f"$ref {json.dumps(reference)}", "refer to a part of this schema, such as #/$defs/name"
+            )
         if reference in ("#", "#/"):
             out["$ref"] = "#"
             return []
@@ -124,84 +129,86 @@ class _Rewriter:
         out["$ref"] = f"#/$defs/{self._names[reference]}"
         return []
 
-    def _id(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _id(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if path != "$" and '"$ref"' in json.dumps(node):
-            raise refusal(path, "$id above a $ref", "leave $id out, and refer to parts from the root")
+            raise unenforceable(path, "$id above a $ref", "leave $id out, and refer to parts from the root")
         return []
 
-    def _keep(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[word] = inner_bound(word, node[word]) if word in _BOUNDS else node[word]
+    def _keep(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        out[keyword] = inner_bound(keyword, node[keyword]) if keyword in _BOUNDS else node[keyword]
         return []
 
-    def _literal(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        check_literal(node[word], f"{path}.{word}")
-        out[word] = node[word]
+    def _literal(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        check_literal(node[keyword], f"{path}.{keyword}")
+        out[keyword] = node[keyword]
         return []
 
-    def _count(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[word] = whole(node[word])
+    def _count(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        out[keyword] = as_integer(node[keyword])
         return []
 
-    def _format(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _format(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if node["format"] in FORMATS:
             out["format"] = node["format"]
         return []
 
-    def _map(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        given = node[word]
+    def _subschema_map(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        given = node[keyword]
         if not isinstance(given, Mapping):
-            raise ValueError(f"{path}.{word} is not an object; expected an object of schemas.")
-        out[word] = {name: self.schema(part, _below(f"{path}.{word}", name)) for name, part in given.items()}
+            raise ValueError(f"{path}.{keyword} is not an object; expected an object of schemas.")
+        out[keyword] = {name: self.schema(part, _child_path(f"{path}.{keyword}", name)) for name, part in given.items()}
         return []
 
-    def _one(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[word] = self.schema(node[word], f"{path}.{word}")
+    def _subschema(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        out[keyword] = self.schema(node[keyword], f"{path}.{keyword}")
         return []
 
-    def _parts(self, word: str, node: Node, path: str) -> list[Json]:
-        given = node[word]
+    def _rewritten_list(self, keyword: str, node: Node, path: str) -> list[Json]:
+        given = node[keyword]
         if not isinstance(given, list) or not given:
-            raise ValueError(f"{path}.{word} is not a list of schemas; expected at least one schema.")
-        return [self.schema(part, f"{path}.{word}[{i}]") for i, part in enumerate(given)]
+            raise ValueError(f"{path}.{keyword} is not a list of schemas; expected at least one schema.")
+        return [self.schema(part, f"{path}.{keyword}[{i}]") for i, part in enumerate(given)]
 
-    def _several(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[word] = self._parts(word, node, path)
+    def _subschemas(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        out[keyword] = self._rewritten_list(keyword, node, path)
         return []
 
-    def _items(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _items(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if "prefixItems" in node and (isinstance(node["items"], list) or _is_old(self._root.get("$schema"))):
-            raise refusal(
+            raise unenforceable(
                 path, "prefixItems beside items of a draft before 2020-12", "leave one out, or change $schema"
             )
         if isinstance(node["items"], list):  # drafts before 2020-12
-            out["prefixItems"] = self._parts("items", node, path) if node["items"] else []
+            out["prefixItems"] = self._rewritten_list("items", node, path) if node["items"] else []
             if "additionalItems" in node:
                 out["items"] = self.schema(node["additionalItems"], f"{path}.additionalItems")
             return []
-        return self._one("items", node, path, out)
+        return self._subschema("items", node, path, out)
 
-    def _one_of(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        given = self._parts("oneOf", node, path)
+    def _one_of(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        given = self._rewritten_list("oneOf", node, path)
         branches = disjoint_branches(node, self._overlap)
         if branches is None:
-            raise refusal(path, "oneOf", "use anyOf, or a property that each branch requires with another const")
-        union = {"anyOf": [_both(one, self.schema(more, path)) for one, more in zip(given, branches, strict=True)]}
+            raise unenforceable(path, "oneOf", "use anyOf, or a property that each branch requires with another const")
+        union = {
+            "anyOf": [_conjunction(part, self.schema(more, path)) for part, more in zip(given, branches, strict=True)]
+        }
         if "anyOf" in node:
             return [union]
         out |= union
         return []
 
-    def _not(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _not(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         return [self._negation(node["not"], path, "not")]
 
-    def _negation(self, schema: Json, path: str, word: str) -> Json:
+    def _negation(self, schema: Json, path: str, keyword: str) -> Json:
         try:
             options = negated(schema)
         except NotExpressible:
-            raise refusal(path, word, "describe the values that are allowed instead") from None
-        return {"anyOf": [self.schema(one, f"{path}.{word}") for one in options]} if options else False
+            raise unenforceable(path, keyword, "describe the allowed values instead") from None
+        return {"anyOf": [self.schema(option, f"{path}.{keyword}") for option in options]} if options else False
 
-    def _if(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _if(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if "then" not in node and "else" not in node:
             return []
         when = self.schema(node["if"], f"{path}.if")
@@ -209,35 +216,39 @@ class _Rewriter:
         other = self.schema(node.get("else", True), f"{path}.else")
         return [{"anyOf": [{"allOf": [when, then]}, {"allOf": [self._negation(node["if"], path, "if"), other]}]}]
 
-    def _dependent(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        given = node[word]
+    def _dependent(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        given = node[keyword]
         if not isinstance(given, Mapping) or len(given) > 6:
-            raise refusal(path, word, "use at most 6 names")
+            raise unenforceable(path, keyword, "use at most 6 names")
         more: list[Json] = []
         for name, need in given.items():
-            then = {"required": need} if isinstance(need, list) else self.schema(need, _below(f"{path}.{word}", name))
+            then = (
+                {"required": need}
+                if isinstance(need, list)
+                else self.schema(need, _child_path(f"{path}.{keyword}", name))
+            )
             more.append({"anyOf": [{"properties": {name: False}}, {"allOf": [{"required": [name]}, then]}]})
         return more
 
-    def _contains(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        least, most = whole(node.get("minContains", 1)), whole(node.get("maxContains"))
+    def _contains(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        least, most = as_integer(node.get("minContains", 1)), as_integer(node.get("maxContains"))
         if least == 0 and most is None:
             return []
         if node["contains"] not in (True, {}):
-            raise refusal(path, "contains", "use prefixItems for the item that must occur")
+            raise unenforceable(path, "contains", "use prefixItems for the item that must occur")
         return [{"minItems": least} | ({} if most is None else {"maxItems": most})]
 
-    def _unevaluated(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        same = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[word]
-        if node[word] in (True, {}):
+    def _unevaluated(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        same = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[keyword]
+        if node[keyword] in (True, {}):
             return []
         if {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "contains"} & {*node}:
-            raise refusal(path, word, f"use {same} in the schema that has the properties or items")
+            raise unenforceable(path, keyword, f"use {same} in the schema that has the properties or items")
         if same not in node:
-            out[same] = self.schema(node[word], f"{path}.{word}")
+            out[same] = self.schema(node[keyword], f"{path}.{keyword}")
         return []
 
-    def _names_of_properties(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _property_names(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         given = node["propertyNames"]
         names = allowed_names(given, self._target) if given is not False else []
         if names == "":
@@ -246,37 +257,37 @@ class _Rewriter:
             check_literal(names, f"{path}.propertyNames")
             return [{"properties": dict.fromkeys(names, True), "additionalProperties": False}]
         if names is None or "patternProperties" in node:
-            raise refusal(path, "propertyNames", "use enum, const, or one pattern, and no patternProperties")
+            raise unenforceable(path, "propertyNames", "use enum, const, or one pattern, and no patternProperties")
         return [{"patternProperties": {names: True}, "additionalProperties": False}]
 
-    def _unique(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _unique_items(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if node["uniqueItems"] is not True:
             return []
         arrays = distinct_arrays(node, self._overlap, self._arrays_left)
         if arrays is None:
             fix = "list the items with enum, set maxItems to 1, or leave it out"
             raise ValueError(
-                f"{path} has uniqueItems, which cannot be enforced for items of this type, or for so many; {fix}."
+                f"{path} has uniqueItems, which cannot be enforced for these items, or not for this many; {fix}."
             )
         assert isinstance(arrays, list)
         self._arrays_left -= len(arrays)
         return [{"anyOf": arrays}] if arrays else []
 
-    def _fewest(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _min_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         return _counted(at_least(node), "minProperties", path, out)
 
-    def _most(self, word: str, node: Node, path: str, out: _Dict) -> list[Json]:
+    def _max_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         return _counted(at_most(node), "maxProperties", path, out)
 
     _HANDLERS: ClassVar[dict[str, Callable[["_Rewriter", str, Node, str, _Dict], list[Json]]]] = {
         **dict.fromkeys(_KEPT, _keep),
         **dict.fromkeys(("const", "enum"), _literal),
         **dict.fromkeys(_COUNTS, _count),
-        **dict.fromkeys(("properties", "patternProperties"), _map),
-        **dict.fromkeys(("allOf", "anyOf", "prefixItems"), _several),
+        **dict.fromkeys(("properties", "patternProperties"), _subschema_map),
+        **dict.fromkeys(("allOf", "anyOf", "prefixItems"), _subschemas),
         **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), _dependent),
         **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), _unevaluated),
-        "additionalProperties": _one,
+        "additionalProperties": _subschema,
         "$ref": _ref,
         "$id": _id,
         "format": _format,
@@ -285,37 +296,37 @@ class _Rewriter:
         "not": _not,
         "if": _if,
         "contains": _contains,
-        "propertyNames": _names_of_properties,
-        "uniqueItems": _unique,
-        "minProperties": _fewest,
-        "maxProperties": _most,
+        "propertyNames": _property_names,
+        "uniqueItems": _unique_items,
+        "minProperties": _min_properties,
+        "maxProperties": _max_properties,
     }
 
 
-def _counted(options: Json, word: str, path: str, out: _Dict) -> list[Json]:
-    """Add a number of properties to `out`, or return schemas in place of it."""
+def _counted(options: Json, keyword: str, path: str, out: _Dict) -> list[Json]:
+    """Add a limit on the number of properties to `out`, or return schemas that enforce it."""
     if options is None:
-        raise refusal(path, word, "name enough properties with required, or set additionalProperties to false")
+        raise unenforceable(path, keyword, "name enough properties with required, or set additionalProperties to false")
     if isinstance(options, list):
         return [{"anyOf": options}] if options else []
-    out[word] = options
+    out[keyword] = options
     return []
 
 
-def refusal(path: str, what: str, fix: str) -> ValueError:
+def unenforceable(path: str, what: str, fix: str) -> ValueError:
     """Return the error for a keyword that cannot be enforced."""
     return ValueError(f"{path} has {what}, which cannot be enforced here; {fix}.")
 
 
-def _below(path: str, name: str) -> str:
+def _child_path(path: str, name: str) -> str:
     return f"{path}.{name}" if re.fullmatch(r"\w{1,40}", name) else f"{path}[{json.dumps(name[:40])}]"
 
 
-def _place(reference: str) -> str:
+def _reference_path(reference: str) -> str:
     return "$" + reference[1:].replace("/", ".")[:200] if reference.startswith("#/") else reference[:200]
 
 
-def _both(schema: Json, more: Json) -> Json:
+def _conjunction(schema: Json, more: Json) -> Json:
     return schema if more is True else {"allOf": [schema, more]}
 
 

@@ -13,13 +13,13 @@ _MAX_NEGATION = 16
 
 
 def disjoint_branches(node: Node, overlap: Overlap) -> list[Json] | None:
-    """Return what to add to each branch of ``oneOf`` to make the branches disjoint, or None if that is not possible.
+    """Return a schema to add to each branch of ``oneOf`` so that all are disjoint, or None if that is not possible.
 
-    True adds nothing. Nothing is added to branches that are disjoint already.
+    Branches that are already disjoint get the schema True, which adds nothing.
     """
     branches = node["oneOf"]
     assert isinstance(branches, list)
-    rest: Json = {word: value for word, value in node.items() if word != "oneOf"}
+    rest: Json = {keyword: value for keyword, value in node.items() if keyword != "oneOf"}
     count = len(branches)
     if count > _MAX_BRANCHES or overlap.is_exhausted:
         return None
@@ -30,11 +30,11 @@ def disjoint_branches(node: Node, overlap: Overlap) -> list[Json] | None:
         return [tag if i in overlapping else True for i in range(count)]
     exclusions: list[list[Sequence[Json]]] = [[] for _ in branches]
     for i, j in pairs:
-        for one, other in ((i, j), (j, i)):
-            exclusions[one].append(_exclusion(branches[one], branches[other], overlap))
-            if not 0 < math.prod(map(len, exclusions[one])) <= _MAX_OPTIONS:
+        for branch, other in ((i, j), (j, i)):
+            exclusions[branch].append(_exclusion(branches[branch], branches[other], overlap))
+            if not 0 < math.prod(map(len, exclusions[branch])) <= _MAX_OPTIONS:
                 return None
-    return [{"allOf": [{"anyOf": options} for options in some]} if some else True for some in exclusions]
+    return [{"allOf": [{"anyOf": options} for options in groups]} if groups else True for groups in exclusions]
 
 
 def _tag(node: Node) -> Json:
@@ -47,7 +47,7 @@ def _tag(node: Node) -> Json:
 def _exclusion(branch: Json, other: Json, overlap: Overlap) -> Sequence[Json]:
     """Return schemas whose values do not satisfy `other`, or an empty list if there are none.
 
-    If the negation of `other` is not known, the values of `branch` lose a property that `other` requires.
+    If `other` has no supported negation, the schemas exclude a property that `other` requires and `branch` does not.
     """
     while isinstance(other, Mapping) and {*other} == {"$ref"} and isinstance(name := other["$ref"], str):
         other = overlap.resolve(name)
@@ -58,8 +58,8 @@ def _exclusion(branch: Json, other: Json, overlap: Overlap) -> Sequence[Json]:
         pass
     needs = [required(nodes) for nodes in overlap.alternatives(other)]
     present = [required(nodes) for nodes in overlap.alternatives(branch)]
-    names = [name for name in needs[0] if all(name in some for some in needs)] if needs else []
-    names = [name for name in names if not any(name in some for some in present)]
+    names = [name for name in needs[0] if all(name in properties for properties in needs)] if needs else []
+    names = [name for name in names if not any(name in properties for properties in present)]
     options: Sequence[Json] = [{"type": "object", "properties": {name: False}} for name in names[:8]]
     if not options:
         return []

@@ -8,23 +8,23 @@ from jspec.core.types import Json
 from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
 
 MAX_COMBINATIONS = 100
-_NAME_WORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
+_NAME_KEYWORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
 _EXACT = 2**53  # llguidance reads numbers as float64
 _LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
 NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
 _NOT_ARRAYS: Json = {"type": ["null", "boolean", "number", "string", "object"]}
 
 
-def whole(value: Json) -> Json:
+def as_integer(value: Json) -> Json:
     """Return a number such as 3.0 as an integer, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def inner_bound(word: str, value: Json) -> Json:
-    """Return a bound of numbers. Move an integer inwards to the nearest one that llguidance can read exactly."""
+def inner_bound(keyword: str, value: Json) -> Json:
+    """Return a bound of a number. An integer moves inwards to the nearest one that llguidance reads exactly."""
     if not isinstance(value, int) or abs(value) <= _EXACT:
         return value
-    is_above = word in ("maximum", "exclusiveMaximum")
+    is_above = keyword in ("maximum", "exclusiveMaximum")
     inner = min(value, _LARGEST) if is_above else max(value, -_LARGEST)
     rounded = float(inner)
     if (rounded > inner and is_above) or (rounded < inner and not is_above):
@@ -41,7 +41,9 @@ def check_literal(value: Json, path: str) -> None:
     if isinstance(value, int) and abs(value) > _EXACT:
         raise ValueError(f"{path} has the integer {str(value)[:40]}; expected at most 2^53; use a string instead.")
     if isinstance(value, str) and any((c < " " and c not in "\b\f\n\r\t") or c == "\x7f" for c in value):
-        raise ValueError(f"{path} has a string with a control character, which cannot be written; leave it out.")
+        raise ValueError(
+            f"{path} has a string with a control character, which the grammar library cannot write; leave it out."
+        )
     if isinstance(value, Mapping):
         for item in value.values():
             check_literal(item, path)
@@ -51,12 +53,12 @@ def check_literal(value: Json, path: str) -> None:
 
 
 def at_least(node: Node) -> Json:
-    """Return what enforces minProperties: alternatives, the number itself, or None if nothing does.
+    """Return alternative schemas that enforce minProperties, the number itself if that suffices, or None.
 
-    Names beyond ``properties`` may repeat in the output, and then count only once. An empty list means that the number
-    demands nothing.
+    None means that it cannot be enforced: names beyond ``properties`` may repeat in the output, and then count only
+    once. An empty list means that the number has no effect.
     """
-    least, needed = whole(node["minProperties"]), required([node])
+    least, needed = as_integer(node["minProperties"]), required([node])
     if not isinstance(least, int):
         return least
     optional, missing = _optional(node, needed), least - len(needed)
@@ -74,21 +76,21 @@ def at_least(node: Node) -> Json:
 
 
 def at_most(node: Node) -> Json:
-    """Return what enforces maxProperties: alternatives, the number itself, or None if nothing does.
+    """Return alternative schemas that enforce maxProperties, the number itself if that suffices, or None.
 
-    An empty list means that the number demands nothing.
+    None means that it cannot be enforced. An empty list means that the number has no effect.
     """
-    most, needed = whole(node["maxProperties"]), required([node])
+    most, needed = as_integer(node["maxProperties"]), required([node])
     optional = _optional(node, needed)
     if not isinstance(most, int) or not optional or most < len(needed):
         return most
-    room, is_closed = most - len(needed), _is_closed(node)
-    if is_closed and room >= len(optional):
+    remaining, is_closed = most - len(needed), _is_closed(node)
+    if is_closed and remaining >= len(optional):
         return []
-    sets = _combinations(optional, room) if is_closed or room == 0 else None
+    sets = _combinations(optional, remaining) if is_closed or remaining == 0 else None
     if sets is None:
         return None
-    absent = [dict.fromkeys((name for name in optional if name not in some), False) for some in sets]
+    absent = [dict.fromkeys((name for name in optional if name not in names), False) for names in sets]
     return [{"properties": names} | ({} if is_closed else {"maxProperties": most}) for names in absent]
 
 
@@ -106,15 +108,15 @@ def _combinations(names: Sequence[str], count: int) -> list[tuple[str, ...]] | N
 
 
 def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | str | None:
-    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is known.
+    """Return the strings that satisfy a schema, as a list or as a pattern; None if neither is possible.
 
-    The pattern of all strings is empty.
+    An empty pattern matches all strings.
     """
     nodes = _conjuncts(schema, resolve)
     if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
         return None
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    limits = {(whole(node.get("minLength", 0)), whole(node.get("maxLength"))) for node in nodes}
+    limits = {(as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))) for node in nodes}
     limits.discard((0, None))
     if any("enum" in node or "const" in node for node in nodes):
         return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
@@ -125,14 +127,14 @@ def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | s
 
 
 def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | None:
-    """Return nodes that all apply to the same values, or None if they have keywords beyond those of names."""
+    """Return nodes that all apply to the same values, or None if they have keywords that do not apply to names."""
     nodes: list[Node] = []
     waiting = [schema]
     while waiting:
         node = waiting.pop()
         if node is True:
             continue
-        if not isinstance(node, Mapping) or {*node} - _NAME_WORDS or len(nodes) > 20:
+        if not isinstance(node, Mapping) or {*node} - _NAME_KEYWORDS or len(nodes) > 20:
             return None
         nodes.append(node)
         if isinstance(parts := node.get("allOf"), list):
@@ -143,11 +145,11 @@ def _conjuncts(schema: Json, resolve: Callable[[str], Json]) -> list[Node] | Non
 
 
 def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
-    """Return what enforces uniqueItems: alternatives, or None if there would be more than `most_arrays`.
+    """Return schemas of all arrays with distinct items, or None if there are too many.
 
-    An empty list means that the keyword demands nothing.
+    More than `most_arrays` arrays are too many. An empty list means that the keyword has no effect.
     """
-    most = whole(node.get("maxItems"))
+    most = as_integer(node.get("maxItems"))
     items = node.get("items", True)
     first = items if isinstance(items, list) else node.get("prefixItems", [])
     rest = node.get("additionalItems", True) if isinstance(items, list) else items
@@ -155,9 +157,9 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
     limit = min(most if isinstance(most, int) else math.inf, len(first) if rest is False else math.inf)
     if limit <= 1 or "array" not in overlap.types(node):
         return []
-    least = whole(node.get("minItems", 0))
+    least = as_integer(node.get("minItems", 0))
     values = [overlap.finite_values(schema) for schema in [*first, rest][: int(min(limit, len(first) + 1))]]
-    if any(some is None for some in values) or not isinstance(least, int):
+    if any(options is None for options in values) or not isinstance(least, int):
         return None
     arrays: list[Json] = []
     waiting: list[list[Json]] = [[]]
@@ -171,8 +173,8 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
             arrays.append(_exactly(array))
         if len(array) < limit:
             keys = {value_key(value) for value in array}
-            some = values[min(len(array), len(values) - 1)] or []
-            waiting.extend([*array, value] for value in some if value_key(value) not in keys)
+            options = values[min(len(array), len(values) - 1)] or []
+            waiting.extend([*array, value] for value in options if value_key(value) not in keys)
     return [_NOT_ARRAYS, *arrays]
 
 

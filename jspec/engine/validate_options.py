@@ -34,7 +34,7 @@ def _devices(models: PyTree) -> set[JaxDevice]:
 
 
 def length(target: LanguageModel, draft: object, wanted: int | str | None) -> int:
-    """Return the maximum sequence length; for "auto", the largest that `shortened` may choose."""
+    """Return the maximum sequence length; for "auto", the largest that `fit_length` may choose."""
     longest = positions(target, draft)
     if wanted is None or wanted == "auto":
         return min(_USUAL_LENGTH if wanted is None else _LONGEST, longest)

@@ -112,8 +112,8 @@ def _hosts(scope: Scope, headers: Headers) -> list[str]:
     return headers.getlist("host") + target
 
 
-class WithoutSlash:
-    """Middleware that removes slashes from the end of a path."""
+class StripTrailingSlash:
+    """Middleware that removes trailing slashes from the path."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

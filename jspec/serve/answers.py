@@ -34,7 +34,7 @@ class Answer:
         self._id = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
         self._read: dict[int, list[str]] = {}
         lists_tokens = self._parsed.top is not None or self._parsed.body.return_token_ids
-        self._cursors = [Cursor(choice, lists_tokens, self._parsed.calls is not None) for choice in job.choices]
+        self._cursors = [Cursor(choice, lists_tokens, self._parsed.call_parser is not None) for choice in job.choices]
 
     def whole(self) -> dict[str, Json]:
         """Return the whole response. All choices must have ended."""
@@ -57,12 +57,12 @@ class Answer:
                 if cursor.has_more():
                     part = cursor.next()
                     is_large = part.is_first and self._parsed.echoes
-                    found = (
+                    choice = (
                         await to_thread.run_sync(self._choice, part, "delta")
                         if is_large
                         else self._choice(part, "delta")
                     )
-                    yield head | {"choices": [found]} | self._running_usage(options)
+                    yield head | {"choices": [choice]} | self._running_usage(options)
         if options.include_usage:
             yield head | {"choices": [], "usage": self._job.usage()}
 
@@ -83,16 +83,16 @@ class Answer:
         ending = {"finish_reason": _reason(choice), "stop_reason": choice.stop_reason} if part.is_last else {}
         if not self._is_chat:
             text = self._echo(part) + part.content
-            found = _plain_choice(choice.index, text=text, logprobs=self._logprobs(part), **ending)
+            fields = _plain_choice(choice.index, text=text, logprobs=self._logprobs(part), **ending)
         else:
-            fields = {name: self._message(part) if name == "message" else self._delta(part)}
-            found = _plain_choice(choice.index, logprobs=self._chat_logprobs(part), **fields, **ending)
+            message = {name: self._message(part) if name == "message" else self._delta(part)}
+            fields = _plain_choice(choice.index, logprobs=self._chat_logprobs(part), **message, **ending)
         if body.return_token_ids:
-            found["token_ids"] = choice.result.tokens[part.tokens]
-            found |= {"prompt_token_ids": list(choice.request.tokens)} if part.is_first else {}
+            fields["token_ids"] = choice.result.tokens[part.tokens]
+            fields |= {"prompt_token_ids": list(choice.request.tokens)} if part.is_first else {}
         if body.return_origins:
-            found["jspec"] = _origins(part)
-        return found
+            fields["jspec"] = _origins(part)
+        return fields
 
     def _message(self, part: Part) -> dict[str, Json]:
         content = part.content or (None if part.calls else "")
@@ -111,9 +111,9 @@ class Answer:
     def _call(self, part: Part, call: CallPart) -> dict[str, Json]:
         if call.name is None:
             return {"function": {"arguments": call.arguments}}
-        calls = self._parsed.calls
-        assert calls is not None, "the output has a call"
-        identity: dict[str, Json] = {"id": calls.format.new_id(), "type": "function"}
+        parser = self._parsed.call_parser
+        assert parser is not None, "the output has a call"
+        identity: dict[str, Json] = {"id": parser.format.new_id(), "type": "function"}
         return identity | {"function": {"name": call.name, "arguments": call.arguments}}
 
     def _echo(self, part: Part) -> str:
@@ -187,9 +187,9 @@ def token_logprobs(names: Names, part: Part, top: int) -> list[dict[str, Json]]:
 
 
 def _reason(choice: Choice) -> str | None:
-    """Return the finish reason: "tool_calls" if there are calls, and nothing has cut off the last one."""
+    """Return the finish reason: "tool_calls" if there are calls and the last one is complete."""
     calls = choice.reply.calls
-    return "tool_calls" if choice.finish_reason == "stop" and calls and calls[-1].is_whole else choice.finish_reason
+    return "tool_calls" if choice.finish_reason == "stop" and calls and calls[-1].is_complete else choice.finish_reason
 
 
 def _plain_choice(index: int, **fields: Json) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""The APIs that generate text: how each reads requests and writes responses."""
+"""The APIs that generate text: the schemas of their requests, and their response formats."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class Api:
 
     Attributes:
         kind: the schema of request bodies.
-        as_body: a function that converts a request body to one that can be decoded.
+        as_body: a function that converts a request body to a completion or chat body.
         answer: a function that returns the response of a job, given the job and the request body.
-        renamed: a function that converts a refusal of the converted body to one that names the fields of this API.
+        renamed: a function that puts this API's field names into a refusal of the converted body.
     """
 
     kind: type[ModelBody]

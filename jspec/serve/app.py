@@ -22,7 +22,7 @@ from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
 from jspec.models.language_model import LanguageModel
-from jspec.serve.access import Access, Guard, WithoutSlash
+from jspec.serve.access import Access, Guard, StripTrailingSlash
 from jspec.serve.apis import APIS, Api
 from jspec.serve.constraint_jobs import ConstraintCompiler
 from jspec.serve.conversions import CONVERSIONS, Conversion
@@ -30,14 +30,14 @@ from jspec.serve.errors import Refusal, busy, draining, wrong
 from jspec.serve.fields import ModelBody
 from jspec.serve.job import Job
 from jspec.serve.metrics import Metrics
-from jspec.serve.output_grammar import demand_of
+from jspec.serve.output_grammar import output_constraint
 from jspec.serve.parse_request import Served, number_of_choices, parse_request
 from jspec.serve.request_body import as_json, check_key, read
 from jspec.serve.schemas import Body, CompletionBody
-from jspec.serve.sse import Pieces, Stream, Whole, dump, heard
+from jspec.serve.sse import JobResponse, JsonResponse, Stream, dump, next_message
 from jspec.serve.token_text import Names
-from jspec.serve.tools.detect import support_of
-from jspec.serve.validation import understood
+from jspec.serve.tools.detect import detect_tool_support
+from jspec.serve.validation import validated
 from jspec.text import eos_ids
 
 _LOG = logging.getLogger("jspec")
@@ -87,7 +87,7 @@ class Server:
     ):
         target = engine.device.target
         has_template = getattr(tokenizer, "chat_template", None) is not None
-        support = support_of(tokenizer) if has_template else None
+        support = detect_tool_support(tokenizer) if has_template else None
         self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer), support)
         self._metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
@@ -100,14 +100,14 @@ class Server:
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
         app.router.redirect_slashes = False  # a redirect would go to the host name that the client sent
-        self.app = WithoutSlash(Guard(app, access, api_key is not None))
+        self.app = StripTrailingSlash(Guard(app, access, api_key is not None))
 
     def warm_up(self) -> None:
         """Serve one request, so that the first client does not wait for programs that compile on first use.
 
         The programs for constrained requests are compiled while the server already answers other requests.
         """
-        body = understood(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
+        body = validated(CompletionBody, {"model": self._served.name, "prompt": [0], "max_tokens": 1, "seed": 0})
         self._served.engine.generate(parse_request(self._served, body).requests)
         if self._served.grammars is not None:
             self._served.engine.expect_constraints()
@@ -176,8 +176,8 @@ class Server:
             await _unless_gone(request, job.done())
             whole = await to_thread.run_sync(answer.whole)  # an echo may be large
             job.close()
-            ends.pop_all()  # `Whole` marks the answer as delivered once it is sent
-            return Whole(job, whole)
+            ends.pop_all()  # `JobResponse` marks the answer as delivered once it is sent
+            return JobResponse(job, whole)
 
     def _converting(self, conversion: Conversion) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -187,16 +187,16 @@ class Server:
             if self._conversions.statistics().tasks_waiting >= self.room:
                 raise busy("Too many texts are waiting to be converted; try again later.")
             work = to_thread.run_sync(conversion.convert, self._served, body, limiter=self._conversions)
-            return Pieces(await _unless_gone(request, work))
+            return JsonResponse(await _unless_gone(request, work))
 
         return answer
 
     async def _constraint(self, request: Request, job: Job, body: Body) -> Constraint | None:
-        """Compile what the body demands of the output. The job holds its processes until it ends."""
+        """Compile the body's output constraint. The job holds the constraint's processes until the job ends."""
         if not body.constrained_by:
             return None
-        demand = await to_thread.run_sync(demand_of, self._served, body, limiter=self._two_at_a_time)
-        return None if demand is None else await _unless_gone(request, self._constraints.compile(job, demand))
+        constraint = await to_thread.run_sync(output_constraint, self._served, body, limiter=self._two_at_a_time)
+        return None if constraint is None else await _unless_gone(request, self._constraints.compile(job, constraint))
 
     def _enter(self, body: Body) -> Job:
         """Reserve capacity for the request's choices before doing any work on them, or reject the request."""
@@ -278,7 +278,7 @@ def _grammars(target: LanguageModel, tokenizer: Tokenizer) -> Grammars | None:
 
 
 def _parsed(kind: type[AnyBody], body: bytes) -> AnyBody:
-    return understood(kind, as_json(body))
+    return validated(kind, as_json(body))
 
 
 async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) -> _T:
@@ -289,7 +289,7 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) ->
     """
 
     async def gone() -> None:
-        while (await heard(request.receive))["type"] != "http.disconnect":
+        while (await next_message(request.receive))["type"] != "http.disconnect":
             pass
 
     waiting = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
@@ -304,11 +304,13 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, _T]) ->
 
 
 async def _no_embeddings(request: Request) -> Response:
-    raise Refusal(404, "This server generates text and has no embeddings; send the request to an embedding server.")
+    raise Refusal(
+        404, "This server has no embeddings, because it only generates text; send the request to an embedding server."
+    )
 
 
 async def _no_response(request: Request) -> Response:
-    raise Refusal(404, "This server keeps no responses; send the whole conversation to /v1/responses as input.")
+    raise Refusal(404, "This server stores no responses; send the whole conversation to /v1/responses as input.")
 
 
 def _no_model(name: str, served: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""A chat request's prompt: its messages and tools, rendered by the model's chat template."""
+"""The prompt of a chat request: messages and tools, rendered by the model's chat template."""
 
 import json
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from jspec.text.template_variables import check_variables
 _KWARGS = "chat_template_kwargs"
 
 
-def texts_of(body: Conversation) -> dict[str, str]:
-    """Return the texts that a prompt consists of, by the field that they come from.
+def prompt_texts(body: Conversation) -> dict[str, str]:
+    """Return the texts of a prompt, by the field that contains them.
 
     Raises:
         Refusal: a value is nested too deeply.
@@ -73,4 +73,4 @@ def _json(name: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise wrong(f"{name} is nested too deeply.", name) from None
+        raise wrong(f"{name} is nested too deeply; simplify it.", name) from None

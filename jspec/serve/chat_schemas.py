@@ -14,9 +14,9 @@ from jspec.serve.fields import (
     MOST_TOOLS,
     ModelBody,
     Strict,
-    Whole,
-    complaint,
-    conflict,
+    WholeNumber,
+    invalid_fields,
+    invalid_value,
 )
 from jspec.serve.schemas import Body
 from jspec.serve.tools.tool_format import FunctionTool
@@ -26,7 +26,7 @@ _MODES = ("none", "auto", "required")
 
 
 def _parts(value: Json) -> Json:
-    """Convert a string to a list of parts, and the reason why an assistant refused to answer to its text."""
+    """Convert a string to a list of parts, and a refusal part to a text part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if isinstance(value, list):
@@ -50,16 +50,16 @@ class Part(Strict):
 
 
 class CalledFunction(Strict):
-    """The function that an assistant called, and its arguments as the text of a JSON object."""
+    """The function that an assistant called, and the arguments as the text of a JSON object."""
 
-    ignored = frozenset({"parsed_arguments"})  # OpenAI's client adds it
+    ignored = frozenset({"parsed_arguments"})  # added by OpenAI's client
 
     name: str
     arguments: str = "{}"
 
 
 class Call(Strict):
-    """A call in an assistant message."""
+    """A function call in an assistant message."""
 
     ignored = frozenset({"index", "cache_control"})
 
@@ -77,7 +77,7 @@ class Message(Strict):
             *("reasoning_details", "provider_specific_fields"),
         }
     )
-    meaningless = MappingProxyType({"tool_calls": ([],), "refusal": ("",)})
+    no_effect = MappingProxyType({"tool_calls": ([],), "refusal": ("",)})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=MOST_PARTS)] = Field(
@@ -93,21 +93,21 @@ class Message(Strict):
     @model_validator(mode="after")
     def _fits_role(self) -> Self:
         if "content" not in self.model_fields_set and self.role != "assistant":
-            raise complaint("{place}.content is missing; add this field")
+            raise invalid_value("{place}.content is missing; add this field")
         for name in ("tool_calls", "refusal"):
             if getattr(self, name) and self.role != "assistant":
-                raise complaint(f"{{place}} has {name}, but only assistant messages may have them; omit this field")
+                raise invalid_value(f"{{place}} has {name}, but only assistant messages may have them; omit this field")
         if (self.tool_call_id is None) == (self.role == "tool"):
-            raise complaint("{place} must have tool_call_id if, and only if, its role is 'tool'")
+            raise invalid_value("{place} must have tool_call_id if, and only if, its role is 'tool'")
         return self
 
     @property
     def text(self) -> str:
-        """The text of all parts. An assistant that refused to answer has said why."""
+        """The text of all parts, or the refusal if there is no text."""
         return "".join(part.text for part in self.content) or self.refusal or ""
 
     def plain(self) -> dict[str, Json]:
-        """Return the message in the form that chat templates expect."""
+        """Return the message as chat templates expect it."""
         calls = [call.model_dump() for call in self.tool_calls]
         others: dict[str, Json] = {"tool_calls": calls} if calls else {}
         given = {
@@ -130,11 +130,11 @@ class Function(Strict):
     @model_validator(mode="after")
     def _can_be_called(self) -> Self:
         if not _NAME.fullmatch(self.name):
-            raise complaint(
-                "{place}.name must consist of 1 to 128 characters, namely letters, digits and the characters _ . : / -"
+            raise invalid_value(
+                "{place}.name must have 1 to 128 characters, each a letter, a digit or one of _ . : / -"
             )
         if (self.parameters or {}).get("type", "object") != "object":
-            raise complaint("{place}.parameters must be a JSON schema with the type 'object'")
+            raise invalid_value("{place}.parameters must be a JSON schema with the type 'object'")
         return self
 
 
@@ -147,18 +147,18 @@ class Tool(Strict):
     function: Function
 
     def plain(self) -> FunctionTool:
-        """Return the tool without its place in the request."""
+        """Return the tool as a `FunctionTool`."""
         function = self.function
         parameters = cast("dict[str, Json] | None", function.parameters)
         return FunctionTool(function.name, function.description, parameters, function.strict)
 
 
 class ToolChoice(Strict):
-    """Which tools the model calls.
+    """The choice between calls and text.
 
     Attributes:
-        mode: "none" for no call, "auto" for as many as the model wants, "required" for at least one, and "named" for
-            one call of the function `name`.
+        mode: "none" for no call, "auto" for text, calls or both, "required" for at least one call, and "named" for one
+            call of the function `name`.
     """
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
@@ -172,14 +172,14 @@ def _choice(value: Json) -> Json:
         function = value["function"]
         if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
             return {"mode": "named", "name": function["name"]}
-    raise complaint(
+    raise invalid_value(
         "{place} must be 'none', 'auto', 'required' or an object such as "
         '{"type": "function", "function": {"name": "f"}}; got {given}'
     )
 
 
 class Conversation(ModelBody):
-    """Messages and tools, and how the chat template renders them."""
+    """Messages, tools, and options for rendering them with the chat template."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
     tools: Annotated[list[Tool], FailFast()] = Field(default_factory=list[Tool], max_length=MOST_TOOLS)
@@ -193,13 +193,13 @@ class Conversation(ModelBody):
         if not self.continue_final_message:
             return self
         if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            raise conflict(
+            raise invalid_fields(
                 "continue_final_message",
                 "continue_final_message and add_generation_prompt exclude each other; set only one of them to true",
             )
         last = self.messages[-1] if self.messages else None
         if last is None or last.role != "assistant" or last.tool_calls or not last.text.strip():
-            raise conflict(
+            raise invalid_fields(
                 "continue_final_message",
                 "continue_final_message requires that the last message is an assistant message with text",
             )
@@ -209,26 +209,27 @@ class Conversation(ModelBody):
     def _has_fitting_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise conflict("tools", f"tools has two functions named {twice!r}; give each function its own name")
+            raise invalid_fields("tools", f"tools has two functions named {twice!r}; give each function its own name")
         mode = self.tool_choice.mode
         if mode == "named" and self.tool_choice.name not in names:
-            raise conflict(
-                "tool_choice", f"tool_choice names {self.tool_choice.name!r}, which is not a function in tools"
+            raise invalid_fields(
+                "tool_choice",
+                f"tool_choice names {self.tool_choice.name!r}, which is not a function in tools; name one of the tools",
             )
         if mode == "required" and not names:
-            raise conflict("tool_choice", "tool_choice is 'required', but there are no tools; add tools")
+            raise invalid_fields("tool_choice", "tool_choice is 'required', but there are no tools; add tools")
         return self
 
     @model_validator(mode="after")
     def _has_calls_for_results(self) -> Self:
-        known = set[str]()
+        call_ids = set[str]()
         for i, message in enumerate(self.messages):
-            known |= {call.id for call in message.tool_calls}
-            if message.tool_call_id is not None and message.tool_call_id not in known:
-                raise conflict(
+            call_ids |= {call.id for call in message.tool_calls}
+            if message.tool_call_id is not None and message.tool_call_id not in call_ids:
+                raise invalid_fields(
                     "messages",
-                    f"messages[{i}] is the result of the call {message.tool_call_id!r}, but no earlier message makes "
-                    "this call; add the assistant message with this call",
+                    f"messages[{i}] is the result of the call {message.tool_call_id!r}, but no earlier message has "
+                    "this call; add the assistant message with the call",
                 )
         return self
 
@@ -241,40 +242,40 @@ class Conversation(ModelBody):
 class ChatBody(Conversation, Body):
     """The body of /v1/chat/completions."""
 
-    meaningless = MappingProxyType({**Body.meaningless, "modalities": (["text"],), "functions": ([],)})
-    refused = MappingProxyType(
+    no_effect = MappingProxyType({**Body.no_effect, "modalities": (["text"],), "functions": ([],)})
+    unsupported = MappingProxyType(
         dict.fromkeys(("modalities", "audio", "web_search_options", "function_call", "images"), "omit this field")
         | {"functions": "send tools instead"}
     )
 
-    max_tokens: Whole | None = Field(None, ge=1, le=MOST)
-    max_completion_tokens: Whole | None = Field(None, ge=1, le=MOST)
+    max_tokens: WholeNumber | None = Field(None, ge=1, le=MOST)
+    max_completion_tokens: WholeNumber | None = Field(None, ge=1, le=MOST)
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: Whole = Field(0, ge=0, le=20)
+    top_logprobs: WholeNumber = Field(0, ge=0, le=20)
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise conflict("top_logprobs", "top_logprobs requires logprobs; set logprobs to true")
+            raise invalid_fields("top_logprobs", "top_logprobs requires logprobs; set logprobs to true")
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise conflict(
+                raise invalid_fields(
                     "max_tokens", "max_tokens and max_completion_tokens differ; send only one of these fields"
                 )
             self.max_tokens = self.max_completion_tokens
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise conflict("min_tokens", "min_tokens is greater than max_completion_tokens; reduce min_tokens")
+            raise invalid_fields("min_tokens", "min_tokens is greater than max_completion_tokens; reduce min_tokens")
         if self.calls_are_constrained and (self.ignore_eos or self.min_tokens or self.stop_token_ids):
-            raise conflict(
+            raise invalid_fields(
                 "tools",
-                "the calls determine where the output ends; omit ignore_eos, min_tokens and stop_token_ids",
+                "constrained calls determine the output's end; omit ignore_eos, min_tokens and stop_token_ids",
             )
         return self
 
     @property
     def must_call(self) -> bool:
-        """Whether the output must be a call."""
+        """Whether the output must consist of calls."""
         return self.tool_choice.mode in ("required", "named")
 
     @property

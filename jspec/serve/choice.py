@@ -10,7 +10,7 @@ from jspec.serve.tools.tool_format import Reply
 from jspec.serve.usage import DraftUsage
 from jspec.text.stop_strings import StopAwareDetokenizer
 
-# A long text, or one with calls, is read again once it has grown by this factor, because all of it is read each time.
+# Parse a long text, or a text with calls, again only after it has grown by this factor: each parse reads all of it.
 _GROWTH, _LONG = 1.01, 2**14
 
 
@@ -33,8 +33,8 @@ class Choice:
         # If echoed token ids end with an incomplete character, the generated text shows that character.
         shows_prompt = not parsed.echoes or isinstance(parsed.given_prompts[self.prompt], str)
         options: dict[str, Any] = {"keeps_stop": body.include_stop_str_in_output, "min_tokens": body.min_tokens}
-        # Stop strings are for text. In a required call, they would end the arguments anywhere.
-        stop = () if parsed.calls is not None and parsed.calls.is_only else parsed.stop
+        # Stop strings apply to text. In a required call, they could cut off the arguments.
+        stop = () if parsed.call_parser is not None and parsed.call_parser.is_only else parsed.stop
         self.writer = StopAwareDetokenizer(served.tokenizer, prompt, stop, **options, shows_prompt=shows_prompt)
         self.active_request: ActiveRequest | None = None
         self.result = Result()
@@ -91,9 +91,9 @@ class Choice:
 
     @property
     def reply(self) -> Reply:
-        """The text so far, split into content and calls of functions."""
-        text, calls = self.writer.text[: self.writer.shown], self._parsed.calls
-        if calls is None:
+        """The text so far, split into content and function calls."""
+        text, parser = self.writer.text[: self.writer.shown], self._parsed.call_parser
+        if parser is None:
             return Reply(text, (), ())
         key = len(text), self.finish_reason is not None
         if self._read is not None and not key[1]:
@@ -101,7 +101,7 @@ class Choice:
             if len(text) <= length * (_GROWTH if reply.calls or length > _LONG else 1):
                 return reply
         if self._read is None or self._read[0] != key:
-            self._read = key, calls.read(text, key[1])
+            self._read = key, parser.parse(text, key[1])
         return self._read[1]
 
     def stop(self, reason: str) -> None:
@@ -111,11 +111,11 @@ class Choice:
 
     def _write(self, token: int) -> None:
         shows_end = token in self._parsed.body.stop_token_ids and self._parsed.body.include_stop_str_in_output
-        calls = self._parsed.calls
+        parser = self._parsed.call_parser
         if token in self._parsed.ends and not shows_end:
             self.writer.add_silent()
-        elif calls is not None and token in calls.markers:
-            self.writer.add_text(calls.markers[token])
+        elif parser is not None and token in parser.markers:
+            self.writer.add_text(parser.markers[token])
         else:
             self.writer.add(token)
 

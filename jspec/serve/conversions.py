@@ -9,14 +9,14 @@ from pydantic import FailFast, Field, model_validator
 from jspec.core.types import Json
 from jspec.serve.chat_schemas import Conversation, Message
 from jspec.serve.errors import wrong
-from jspec.serve.fields import MOST, MOST_MESSAGES, ModelBody, Whole, conflict
-from jspec.serve.parse_request import Served, check_characters, ids_of_chat
+from jspec.serve.fields import MOST, MOST_MESSAGES, ModelBody, WholeNumber, invalid_fields
+from jspec.serve.parse_request import Served, chat_ids, check_characters
 
 
 class TokenizeBody(Conversation):
     """The body of /tokenize: a prompt, or a chat's messages.
 
-    Special tokens at the start of a text belong to the tokenizer; a chat template writes its own.
+    The tokenizer adds special tokens to a prompt. A chat template writes its own.
     """
 
     model: str = ""
@@ -28,11 +28,11 @@ class TokenizeBody(Conversation):
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         if (self.prompt is None) != bool(self.messages):
-            raise conflict("prompt", "prompt or messages must be given, but not both; send one of these fields")
+            raise invalid_fields("prompt", "expected either prompt or messages; send exactly one of these fields")
         others = {"add_special_tokens"} if self.prompt is None else Conversation.model_fields.keys() - {"model"}
-        if wrong_ones := sorted(others & self.model_fields_set):
+        if misplaced := sorted(others & self.model_fields_set):
             kind = "messages" if self.prompt is None else "a prompt"
-            raise conflict(wrong_ones[0], f"{wrong_ones[0]} has no effect on {kind}; omit this field")
+            raise invalid_fields(misplaced[0], f"{misplaced[0]} has no effect on {kind}; omit this field")
         return self
 
 
@@ -40,12 +40,12 @@ class DetokenizeBody(ModelBody):
     """The body of /detokenize."""
 
     model: str = ""
-    tokens: Annotated[list[Annotated[Whole, Field(ge=0, le=MOST)]], FailFast(), Field(max_length=200_000)]
+    tokens: Annotated[list[Annotated[WholeNumber, Field(ge=0, le=MOST)]], FailFast(), Field(max_length=200_000)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A conversion.
+    """A conversion between text and tokens.
 
     Attributes:
         kind: the schema of request bodies.
@@ -63,13 +63,13 @@ def tokenize(served: Served, body: TokenizeBody) -> dict[str, Json]:
         Refusal: the text is too long, or the chat template rejects the messages.
     """
     if body.prompt is None:
-        ids = ids_of_chat(served, body)
+        ids = chat_ids(served, body)
     else:
         check_characters(served, [body.prompt], "prompt")
         options = {"add_special_tokens": body.add_special_tokens, "verbose": False}
         ids: list[int] = served.tokenizer(body.prompt, **options)["input_ids"]
-    found: dict[str, Json] = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
-    return found | ({"token_strs": [served.names.text(i) for i in ids]} if body.return_token_strs else {})
+    response: dict[str, Json] = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
+    return response | ({"token_strs": [served.names.text(i) for i in ids]} if body.return_token_strs else {})
 
 
 def detokenize(served: Served, body: DetokenizeBody) -> dict[str, Json]:
@@ -79,8 +79,8 @@ def detokenize(served: Served, body: DetokenizeBody) -> dict[str, Json]:
         Refusal: a token is outside the vocabulary.
     """
     size = served.target.config.vocab_size
-    if far := [i for i in body.tokens if i >= size]:
-        raise wrong(f"tokens holds {far[0]}, outside the vocabulary of {size} tokens.", "tokens")
+    if out_of_vocab := [i for i in body.tokens if i >= size]:
+        raise wrong(f"tokens holds {out_of_vocab[0]}, outside the vocabulary of {size} tokens.", "tokens")
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     return {"prompt": served.tokenizer.decode(body.tokens, **options)}
 

@@ -1,6 +1,6 @@
 """Building blocks of request body schemas. Types are strict, and unknown fields are errors.
 
-A null field counts as missing, and so does a field that cannot change the output.
+Null fields, and fields that cannot change the output, count as missing.
 """
 
 from collections.abc import Mapping
@@ -20,28 +20,28 @@ class Strict(BaseModel):
 
     Attributes:
         ignored: fields whose values never change the output.
-        meaningless: values, by field, that ask for nothing.
-        refused: known fields that this server does not support, each with advice.
+        no_effect: by field, values that do not change the output.
+        unsupported: known fields that this server does not support, each with advice.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar[frozenset[str]] = frozenset()
-    meaningless: ClassVar[Mapping[str, tuple[Json, ...]]] = {}
-    refused: ClassVar[Mapping[str, str]] = {}
+    no_effect: ClassVar[Mapping[str, tuple[Json, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _without_effect(cls, fields: Json) -> Json:
+    def _drop_fields_without_effect(cls, fields: Json) -> Json:
         if type(fields) is not dict:
             return fields
         return {name: value for name, value in cast(dict[str, Json], fields).items() if cls.has_effect(name, value)}
 
     @classmethod
     def has_effect(cls, name: str, value: Json) -> bool:
-        """Return whether the field `name` with this value asks for anything."""
-        values = cls.meaningless.get(name, ())
-        has_none = value is None or any(type(value) is type(one) and value == one for one in values)
-        return not has_none and name not in cls.ignored
+        """Return whether the field `name` has an effect with this value."""
+        values = cls.no_effect.get(name, ())
+        is_default = value is None or any(type(value) is type(other) and value == other for other in values)
+        return not is_default and name not in cls.ignored
 
 
 class ModelBody(Strict):
@@ -54,14 +54,17 @@ def _as_int(value: Json) -> Json:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, BeforeValidator(_as_int)]  # many clients write whole numbers with a decimal point
+WholeNumber = Annotated[int, BeforeValidator(_as_int)]  # many clients write whole numbers with a decimal point
 
 
-def complaint(sentence: str) -> PydanticCustomError:
-    """Return a validation error about one value. In the sentence, {place} and {given} stand for its place and text."""
-    return PydanticCustomError("complaint", cast(LiteralString, sentence))
+def invalid_value(sentence: str) -> PydanticCustomError:
+    """Return a validation error about one value.
+
+    In the sentence, {place} and {given} are replaced by the place and the text of the value.
+    """
+    return PydanticCustomError("invalid_value", cast(LiteralString, sentence))
 
 
-def conflict(name: str, sentence: str) -> PydanticCustomError:
-    """Return a validation error about several fields, of which `name` is to blame."""
+def invalid_fields(name: str, sentence: str) -> PydanticCustomError:
+    """Return a validation error about several fields. The response names the field `name` as the cause."""
     return PydanticCustomError(cast(LiteralString, name), "{sentence}", {"sentence": sentence})

@@ -1,4 +1,4 @@
-"""The items of a conversation in the Responses API, and the messages of a chat that they become."""
+"""The items of a conversation in the Responses API, and their conversion to chat messages."""
 
 import json
 import reprlib
@@ -8,13 +8,13 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
 from jspec.core.types import Json
-from jspec.serve.fields import MOST_PARTS, Strict, complaint
+from jspec.serve.fields import MOST_PARTS, Strict, invalid_value
 
-STATELESS = "it keeps no responses: send the whole conversation as input"
+STATELESS = "responses are not stored, so send the whole conversation as input"
 
 
 def _texts(value: Json) -> Json:
-    """Convert a string to a list of parts, and the reason why an assistant refused to answer to its text."""
+    """Convert a string to a list of parts, and a refusal part to a text part."""
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
     if isinstance(value, list):
@@ -50,12 +50,12 @@ class InputMessage(Strict):
     content: _Texts
 
     def plain(self) -> dict[str, Json]:
-        """Return the message in the form of a chat."""
+        """Return the chat message."""
         return {"role": self.role, "content": _joined(self.content)}
 
 
 class FunctionCall(Strict):
-    """A call that the model has made."""
+    """A function call in an earlier output."""
 
     ignored = frozenset({"id", "status"})
 
@@ -71,16 +71,16 @@ class FunctionCall(Strict):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise complaint("{place}.arguments must be the text of a JSON object, such as '{}'")
+            raise invalid_value("{place}.arguments must be the text of a JSON object, such as '{}'")
         return self
 
     def plain(self) -> dict[str, Json]:
-        """Return the call in the form of a chat."""
+        """Return the call as a chat's assistant message lists it."""
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class FunctionCallOutput(Strict):
-    """The result of a call."""
+    """The result of a function call."""
 
     ignored = frozenset({"id", "status"})
 
@@ -89,7 +89,7 @@ class FunctionCallOutput(Strict):
     output: _Texts
 
     def plain(self) -> dict[str, Json]:
-        """Return the result as a message of a chat."""
+        """Return the chat message with the result."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
 
 
@@ -109,8 +109,8 @@ def _known_item(value: Json) -> Json:
     if kind is None or kind in _KINDS:
         return value
     if kind == "item_reference":
-        raise complaint(f"{{place}} is an item_reference, which is not supported by this server; {STATELESS}")
-    raise complaint(f"{{place}} has the type {reprlib.repr(kind)}; expected one of the types {', '.join(_KINDS)}")
+        raise invalid_value(f"{{place}} is an item_reference, which is not supported by this server; {STATELESS}")
+    raise invalid_value(f"{{place}} has the type {reprlib.repr(kind)}; expected one of the types {', '.join(_KINDS)}")
 
 
 def _tag(value: Json | Strict) -> str:
@@ -128,8 +128,8 @@ Item = Annotated[
 ]
 
 
-def messages_of(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Return the messages of a chat. A call belongs to the assistant message before it, as the model wrote both."""
+def chat_messages(items: Sequence[Item]) -> list[dict[str, Json]]:
+    """Return the chat messages. A call joins the assistant message before it: the model wrote both in one turn."""
     messages: list[dict[str, Json]] = []
     for item in items:
         if isinstance(item, FunctionCall):

@@ -44,7 +44,7 @@ class Job:
 
         Args:
             body: the request body.
-            constraint: the compiled demand on the output.
+            constraint: the compiled output constraint; None for any output.
             one_at_a_time: the limiter for worker threads.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a request demands of its output: a response format, or valid calls of its tools."""
+"""The constraint that a request puts on its output: a response format, or valid calls of its tools."""
 
 import contextlib
 import dataclasses
@@ -20,13 +20,13 @@ _MOST_SECONDS = 5.0  # for checks of all schemas in one request
 
 
 @dataclasses.dataclass(frozen=True)
-class Demand:
-    """A demand on the output.
+class OutputConstraint:
+    """A constraint on the output that is not yet compiled.
 
     Attributes:
-        field: the field of the request that makes the demand.
-        key: a text that equal demands share.
-        compile: a function that compiles the demand. It raises ValueError if the demand cannot be enforced.
+        field: the request field that constrains the output.
+        key: a text that is the same for equal constraints.
+        compile: a function that compiles the constraint. It raises ValueError if the constraint cannot be enforced.
     """
 
     field: str
@@ -34,33 +34,33 @@ class Demand:
     compile: Callable[[Grammars], Constraint]
 
 
-def demand_of(served: Served, body: Body) -> Demand | None:
-    """Return what `body` demands of its output, or None.
+def output_constraint(served: Served, body: Body) -> OutputConstraint | None:
+    """Return the constraint that `body` puts on its output, or None.
 
     Raises:
-        Refusal: the model's notation of calls is not known, a schema is nested too deeply, or the demands cannot be
+        Refusal: the model's call notation is not supported, a schema is nested too deeply, or the fields cannot be
             combined.
     """
-    field, wanted = body.constrained_by, body.response_format
+    field, response_format = body.constrained_by, body.response_format
     if isinstance(body, ChatBody) and field == "tools":
         return _calls(served, body)
-    if wanted is None or not field:
+    if response_format is None or not field:
         return None
-    if (regex := wanted.regex) is not None:
-        return Demand(field, f"regex {regex}", lambda grammars: grammars.regex(regex))
-    schema = wanted.schema_of_output
-    return Demand(field, f"schema {_key(field, schema)}", lambda grammars: grammars.json_schema(schema))
+    if (regex := response_format.regex) is not None:
+        return OutputConstraint(field, f"regex {regex}", lambda grammars: grammars.regex(regex))
+    schema = response_format.output_schema
+    return OutputConstraint(field, f"schema {_key(field, schema)}", lambda grammars: grammars.json_schema(schema))
 
 
-def _calls(served: Served, body: ChatBody) -> Demand:
+def _calls(served: Served, body: ChatBody) -> OutputConstraint:
     answer: Mapping[str, object] | None = None
     if body.response_format is not None and body.is_formatted and not body.must_call:
         if body.response_format.regex is not None:
             raise wrong(
-                "response_format has the type 'regex', which excludes tools; use 'json_schema', or omit tools.",
+                "response_format of type 'regex' cannot be combined with tools; use 'json_schema', or omit tools.",
                 "response_format",
             )
-        answer = body.response_format.schema_of_output
+        answer = body.response_format.output_schema
     tools = {i: tool.plain() for i, tool in enumerate(body.tools) if tool in body.callable_tools}
     is_parallel = _may_be_parallel(served, body)
     write = functools.partial(
@@ -73,20 +73,21 @@ def _calls(served: Served, body: ChatBody) -> Demand:
     )
     schemas = [answer, *([tool.name, tool.parameters] for tool in tools.values())]
     key = _key("tools", [body.must_call, is_parallel, schemas])
-    return Demand("tools", f"calls {key}", lambda grammars: _compile(grammars, write, tools, answer))
+    return OutputConstraint("tools", f"calls {key}", lambda grammars: _compile(grammars, write, tools, answer))
 
 
 def _key(field: str, value: object) -> str:
     try:
         return json.dumps(value)
     except RecursionError:
-        raise wrong(f"{field} is nested too deeply.", field) from None
+        raise wrong(f"{field} is nested too deeply; simplify it.", field) from None
 
 
 def _may_be_parallel(served: Served, body: ChatBody) -> bool:
-    """Return whether the output may have several calls.
+    """Return whether the output may contain several calls.
 
-    Models that were not trained to call functions do not know when to stop, so they make several calls only on request.
+    A model that was not trained to call functions would not stop after its calls. Such a model makes several calls only
+    if the request sets `parallel_tool_calls`.
     """
     if body.tool_choice.mode == "named" or "parallel_tool_calls" in body.model_fields_set or not body.must_call:
         return body.parallel_tool_calls and body.tool_choice.mode != "named"
@@ -99,10 +100,10 @@ def _compile(
     tools: Mapping[int, FunctionTool],
     answer: Mapping[str, object] | None,
 ) -> Constraint:
-    """Compile the grammar of calls. If possible, an error names the tool whose schema cannot be enforced."""
+    """Compile the grammar for calls. If possible, an error names the tool whose schema cannot be enforced."""
     begun, checked = time.monotonic(), list[FunctionTool]()
     for i, tool in tools.items():
-        with _blaming(i, tool):
+        with _naming_tool(i, tool):
             checked.append(dataclasses.replace(tool, parameters=enforceable(tool.schema)))
         if time.monotonic() > begun + _MOST_SECONDS:
             raise ValueError(f"Checking the schemas takes more than {_MOST_SECONDS:g} seconds; simplify them.")
@@ -112,13 +113,13 @@ def _compile(
         for i, tool in tools.items():
             if time.monotonic() > begun + _MOST_SECONDS:
                 break
-            with _blaming(i, tool):
+            with _naming_tool(i, tool):
                 grammars.json_schema(tool.schema)
         raise
 
 
 @contextlib.contextmanager
-def _blaming(i: int, tool: FunctionTool) -> Generator[None]:
+def _naming_tool(i: int, tool: FunctionTool) -> Generator[None]:
     try:
         yield
     except ValueError as error:

@@ -18,7 +18,7 @@ from jspec.engine.grammars import Grammars
 from jspec.generation.complete import prepare
 from jspec.models.language_model import LanguageModel
 from jspec.models.sampling_defaults import default_sampling
-from jspec.serve.chat_prompt import chat_prompt, texts_of
+from jspec.serve.chat_prompt import chat_prompt, prompt_texts
 from jspec.serve.chat_schemas import ChatBody, Conversation
 from jspec.serve.errors import wrong
 from jspec.serve.schemas import Body, CompletionBody
@@ -30,7 +30,7 @@ from jspec.text import eos_ids
 
 _NO_SEED = -1  # as in other servers
 _WORD = 2**32 - 1
-_LEAST_TOP_P = 1e-6  # only the most likely token remains, as OpenAI clients expect of 0
+_LEAST_TOP_P = 1e-6  # replaces 0: only the most likely token remains, as OpenAI clients expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Served:
         names: the token names.
         grammars: the factory of output constraints; None if the tokenizer does not expose its internals, or if the
             model has no EOS.
-        tool_support: how the model writes calls of functions; None if it has no chat template.
+        tool_support: how the model represents tools and calls; None if it has no chat template.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Served:
 
     @functools.cached_property
     def marker_ids(self) -> dict[str, int]:
-        """The ids of the tokens that mark calls, by text."""
+        """The ids of the tokens that delimit calls, by text."""
         form = None if self.tool_support is None else self.tool_support.format
         return {} if form is None else marker_ids(form, self.tokenizer)
 
     @functools.cached_property
     def text_ids(self) -> tuple[int, ...]:
-        """The added tokens that text shows and that mark no calls."""
+        """The added tokens that decoded text shows and that do not delimit calls."""
         form = None if self.tool_support is None else self.tool_support.format
         return () if form is None else text_ids(form, self.tokenizer)
 
     @functools.cached_property
-    def hidden_markers(self) -> dict[int, str]:
-        """The texts of the tokens that mark calls and that decoded text does not show, by id."""
+    def hidden_marker_texts(self) -> dict[int, str]:
+        """The texts of the call delimiters that decoded text does not show, by token id."""
         return {i: text for text, i in self.marker_ids.items() if self.names.is_special(i)}
 
     @property
@@ -88,14 +88,14 @@ class Served:
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
-    """How to read calls of functions in an output.
+class CallParser:
+    """A parser of the function calls in an output.
 
     Attributes:
-        format: the notation of calls.
+        format: the call notation.
         names: the functions that may be called.
-        markers: the texts of the tokens that mark calls and that decoded text does not show, by id.
-        is_only: whether the output consists of calls. Its other text is then the beginning of a call that was cut off.
+        markers: the texts of the call delimiters that decoded text does not show, by token id.
+        is_only: whether the output consists only of calls. Any other text is then the start of a call that was cut off.
     """
 
     format: ToolFormat
@@ -103,9 +103,9 @@ class Calls:
     markers: dict[int, str]
     is_only: bool
 
-    def read(self, text: str, is_whole: bool) -> Reply:
+    def parse(self, text: str, is_complete: bool) -> Reply:
         """Split the text so far into content and calls."""
-        reply = self.format.parse(text, self.names, is_whole)
+        reply = self.format.parse(text, self.names, is_complete)
         return Reply("", reply.calls, (0,) * len(reply.calls)) if self.is_only else reply
 
 
@@ -123,7 +123,7 @@ class ParsedRequest:
         stop: the stop strings.
         ends: the tokens that end the output, each with its stop reason: a string, an id, or None for one of the model's
             own end tokens.
-        calls: how to read calls of functions in the output; None if it is only text.
+        call_parser: the parser of function calls in the output; None if the output is only text.
     """
 
     body: Body
@@ -133,7 +133,7 @@ class ParsedRequest:
     top: int | None
     stop: tuple[str, ...]
     ends: dict[int, str | int | None]
-    calls: "Calls | None" = None
+    call_parser: CallParser | None = None
 
     @property
     def given_prompts(self) -> Sequence[str | list[int]]:
@@ -160,7 +160,7 @@ def parse_request(served: Served, body: Body, constraint: Constraint | None = No
     common = _sampling(served, body), constraint
     each = [prompt for prompt in prompts for _ in range(body.n)]
     requests = [_request(served, body, prompt, ends, index, *common) for index, prompt in enumerate(each)]
-    return ParsedRequest(body, prompts, requests, body.max_tokens, _top(body), stop, ends, _calls(served, body))
+    return ParsedRequest(body, prompts, requests, body.max_tokens, _top(body), stop, ends, _call_parser(served, body))
 
 
 def number_of_choices(body: Body) -> int:
@@ -170,10 +170,10 @@ def number_of_choices(body: Body) -> int:
 
 def _prompts(served: Served, body: Body) -> list[tuple[int, ...]]:
     if isinstance(body, ChatBody):
-        return [tuple(ids_of_chat(served, body))]
+        return [tuple(chat_ids(served, body))]
     assert isinstance(body, CompletionBody)
-    check_characters(served, [one for one in body.prompt if isinstance(one, str)], "prompt")
-    _check_ids(served, [one for one in body.prompt if not isinstance(one, str)], "prompt")
+    check_characters(served, [prompt for prompt in body.prompt if isinstance(prompt, str)], "prompt")
+    _check_ids(served, [prompt for prompt in body.prompt if not isinstance(prompt, str)], "prompt")
     try:
         batch = prepare(served.tokenizer, list(body.prompt)).batch
     except ValueError as error:
@@ -181,36 +181,36 @@ def _prompts(served: Served, body: Body) -> list[tuple[int, ...]]:
     return [tuple(row[:length].tolist()) for row, length in zip(batch.tokens, batch.lengths, strict=True)]
 
 
-def ids_of_chat(served: Served, body: Conversation) -> list[int]:
+def chat_ids(served: Served, body: Conversation) -> list[int]:
     """Return the token ids of a chat's prompt.
 
     Raises:
         Refusal: the messages are too long, or the chat template rejects them.
     """
-    for param, text in texts_of(body).items():
+    for param, text in prompt_texts(body).items():
         check_characters(served, [text], param)
     return chat_prompt(served.tokenizer, served.tool_support, body)
 
 
-def _calls(served: Served, body: Body) -> Calls | None:
+def _call_parser(served: Served, body: Body) -> CallParser | None:
     if not isinstance(body, ChatBody) or not body.may_call:
         return None
     names = frozenset(tool.function.name for tool in body.callable_tools)
-    return Calls(call_format(served, body), names, served.hidden_markers, body.must_call)
+    return CallParser(call_format(served, body), names, served.hidden_marker_texts, body.must_call)
 
 
 def call_format(served: Served, body: ChatBody) -> ToolFormat:
     """Return the notation in which the model writes calls.
 
     Raises:
-        Refusal: the model has no chat template, or one with a notation that is not known.
+        Refusal: the model has no chat template, or its call notation is not supported.
     """
     if served.tool_support is None:
         raise wrong("The conversation needs a chat template, but the model has none; use a chat model.", "messages")
     if served.tool_support.format is None:
         raise wrong(
             "tools is not supported with this model: its chat template writes calls in a notation that this server "
-            "does not know; omit this field.",
+            "does not support; omit this field.",
             "tools",
             "unsupported",
         )
@@ -250,11 +250,14 @@ def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | 
     except ValueError as error:
         raise wrong(str(error), "stop") from None
     vocab_size = served.target.config.vocab_size
-    if far := [i for i in body.stop_token_ids if i >= vocab_size]:
-        raise wrong(f"stop_token_ids holds {far[0]}, outside the vocabulary of {vocab_size} tokens.", "stop_token_ids")
-    special = [one for one in dict.fromkeys(body.stop) if one not in task.stop]
+    if out_of_vocab := [i for i in body.stop_token_ids if i >= vocab_size]:
+        raise wrong(
+            f"stop_token_ids holds {out_of_vocab[0]}, outside the vocabulary of {vocab_size} tokens.",
+            "stop_token_ids",
+        )
+    special = [text for text in dict.fromkeys(body.stop) if text not in task.stop]
     ends: dict[int, str | int | None] = {i: i for i in body.stop_token_ids}
-    ends |= {i: one for i, one in zip(task.stop_ids, special, strict=True) if i < vocab_size}
+    ends |= {i: text for i, text in zip(task.stop_ids, special, strict=True) if i < vocab_size}
     own = () if body.ignore_eos else eos_ids(served.target, served.tokenizer)
     ends |= dict.fromkeys(own)
     most = served.engine.device.sizes.eos_ids
@@ -290,12 +293,12 @@ def _request(
     sampling: SamplingParams,
     constraint: Constraint | None,
 ) -> Request:
-    room = served.max_length - len(prompt)
+    remaining = served.max_length - len(prompt)
     key = None if body.seed in (None, _NO_SEED) else jax.random.fold_in(_seed_key(body.seed), index)
     of_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
     return Request(
         prompt,
-        room if body.max_tokens is None else min(room, max(1, body.max_tokens)),
+        remaining if body.max_tokens is None else min(remaining, max(1, body.max_tokens)),
         sampling,
         key,
         tuple(sorted(ends)),

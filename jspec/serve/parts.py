@@ -7,12 +7,12 @@ from jspec.serve.choice import Choice
 
 @dataclasses.dataclass(frozen=True)
 class CallPart:
-    """A part of a call of a function.
+    """A part of a function call.
 
     Attributes:
-        index: the number of the call within the choice.
+        index: the index of the call within the choice.
         name: the function's name if the call begins in this part, or None.
-        arguments: the part of the arguments' text.
+        arguments: the new text of the arguments.
     """
 
     index: int
@@ -26,8 +26,8 @@ class Part:
 
     Attributes:
         characters, tokens: the ranges of the output's text and tokens.
-        content: the part of the text outside calls.
-        calls: the parts of calls.
+        content: the new text outside calls.
+        calls: the new parts of calls.
         is_first, is_last: whether the choice begins or ends in this part.
     """
 
@@ -45,8 +45,9 @@ class Cursor:
 
     Args:
         choice: the choice, which may still be in progress.
-        lists_tokens: whether parts also list tokens, so that a token without text makes a part.
-        begins_early: whether the first token makes a part even without text. The text of a call begins late.
+        lists_tokens: whether parts also list tokens, so that a token without text is a part.
+        begins_early: whether the first token is a part even without text. The text of a call may come
+            many tokens later.
     """
 
     def __init__(self, choice: Choice, lists_tokens: bool, begins_early: bool):

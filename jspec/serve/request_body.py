@@ -37,7 +37,7 @@ def check_key(request: Request, key: str | None) -> None:
 async def read(request: Request, most: int) -> bytes:
     """Read and return the request body, which may have at most `most` bytes.
 
-    Compressed bodies are expanded, and may have as many bytes then.
+    A compressed body is decompressed, and the limit also applies to the result.
 
     Raises:
         Refusal: the body has more bytes, takes too long to arrive, or has an unknown encoding.
@@ -45,42 +45,44 @@ async def read(request: Request, most: int) -> bytes:
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > most:
         raise _too_long(most)
-    expander, body, received = _expander(request), bytearray(), 0
+    decompressor, body, received = _decompressor(request), bytearray(), 0
     try:
         async with asyncio.timeout(_PATIENCE):
             async for piece in request.stream():
                 received += len(piece)
-                body += piece if expander is None else expander.expand(piece, most + 1 - len(body))
+                body += piece if decompressor is None else decompressor.decompress(piece, most + 1 - len(body))
                 if max(len(body), received) > most:
                     raise _too_long(most)
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {_PATIENCE:g} seconds; send the request again.") from None
-    if expander is not None:
-        expander.check_end()
+    if decompressor is not None:
+        decompressor.check_end()
     return bytes(body)
 
 
-class _Expander:
-    """An expander of one gzip file that arrives in pieces."""
+class _Decompressor:
+    """A decompressor of one gzip file that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)  # expects the header of gzip
+        self._zlib = zlib.decompressobj(16 + zlib.MAX_WBITS)  # expects the header of gzip
 
-    def expand(self, piece: bytes, most: int) -> bytes:
-        """Expand the next piece, up to `most` bytes.
+    def decompress(self, piece: bytes, most: int) -> bytes:
+        """Decompress the next piece, up to `most` bytes.
 
         Raises:
-            Refusal: the data is damaged, or continues after its end.
+            Refusal: the data is damaged, or is followed by more data.
         """
-        if piece and self._inflater.eof:
+        if piece and self._zlib.eof:
             raise wrong("The body has data after the end of its gzip data; send one gzip file.")
         try:
-            expanded = self._inflater.decompress(piece, most)
+            decompressed = self._zlib.decompress(piece, most)
         except zlib.error:
-            raise wrong("The body is not valid gzip data, although its content encoding is gzip.") from None
-        if self._inflater.unused_data:
+            raise wrong(
+                "The Content-Encoding is gzip, but the body is not valid gzip data; send valid gzip data."
+            ) from None
+        if self._zlib.unused_data:
             raise wrong("The body has data after the end of its gzip data; send one gzip file.")
-        return expanded
+        return decompressed
 
     def check_end(self) -> None:
         """Check that the data is complete.
@@ -88,20 +90,22 @@ class _Expander:
         Raises:
             Refusal: the data ends too early.
         """
-        if not self._inflater.eof:
+        if not self._zlib.eof:
             raise wrong("The body's gzip data ends too early; send all of it.")
 
 
-def _expander(request: Request) -> _Expander | None:
-    """Return an expander for a compressed body, or None.
+def _decompressor(request: Request) -> _Decompressor | None:
+    """Return a decompressor for a compressed body, or None.
 
     Raises:
         Refusal: the body's encoding is not supported.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
-        raise Refusal(415, f"The content encoding {encoding[:40]!r} is not supported; use gzip, or none.")
-    return _Expander() if encoding == "gzip" else None
+        raise Refusal(
+            415, f"The content encoding {encoding[:40]!r} is not supported; use gzip, or do not compress the body."
+        )
+    return _Decompressor() if encoding == "gzip" else None
 
 
 def as_json(body: bytes) -> Json:

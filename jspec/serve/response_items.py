@@ -18,7 +18,7 @@ from jspec.serve.tools.tool_format import Reply
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """An output item: a message, or a call of a function.
+    """An output item: a message or a function call.
 
     Attributes:
         text: the message, or the arguments of the call.
@@ -29,8 +29,8 @@ class Item:
     function: str | None = None
 
 
-def items_of(reply: Reply) -> list[Item]:
-    """Return the messages and calls in the order in which the model wrote them. Only the last one may still grow."""
+def output_items(reply: Reply) -> list[Item]:
+    """Return the messages and calls in the order in which the model wrote them. Only the last item may still grow."""
     items, start = list[Item](), 0
     for call, end in zip(reply.calls, reply.before, strict=True):
         items += _message(reply.content, start, end)
@@ -56,7 +56,7 @@ class ResponsesAnswer:
         self._cursor = Cursor(self._choice, body.lists_logprobs, begins_early=True)
         self._id, self._ids = _new_id("resp"), list[dict[str, str]]()
         self._numbers = itertools.count()
-        self._opened, self._sent = 0, 0  # the number of items that have begun, and the characters sent of the last one
+        self._opened, self._sent = 0, 0  # the number of items sent so far, and of characters sent of the last item
 
     def whole(self) -> dict[str, Json]:
         """Return the whole response. The choice must have ended."""
@@ -66,9 +66,9 @@ class ResponsesAnswer:
         return self._response(status) | {"incomplete_details": reason, "output": output, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Json]]:
-        """Yield the events of the output, whenever there is any.
+        """Yield the stream events whenever there is new output.
 
-        The first event comes with the first output, because no ping is sent after an event.
+        The first events come with the first output, because no ping is sent after an event.
 
         Raises:
             Refusal: the choice has failed.
@@ -88,7 +88,8 @@ class ResponsesAnswer:
     def failure(self, refusal: Refusal) -> dict[str, Json]:
         """Return the last event of an output that cannot continue.
 
-        OpenAI documents the fields beside "error". Its client raises an exception only if there is an "error".
+        OpenAI documents the code, the message and the param as fields of the event. OpenAI's client raises an
+        exception only if the event also has the field "error".
         """
         error = renamed(refusal).as_json()["error"]
         assert isinstance(error, dict)
@@ -99,7 +100,7 @@ class ResponsesAnswer:
         return {"type": kind, "sequence_number": next(self._numbers)} | fields
 
     def _growth(self, part: Part) -> Iterator[dict[str, Json]]:
-        """Yield the events of the output that is new in a part."""
+        """Yield the events for the new output in a part."""
         items, first = self._items(), max(0, self._opened - 1)
         for i, item in enumerate(items[first:], first):
             if i == self._opened:
@@ -142,9 +143,9 @@ class ResponsesAnswer:
         return place | ({"content_index": 0} if item.function is None else {})
 
     def _items(self) -> list[Item]:
-        """Return the output items so far. If the output has no item in the end, its message is empty."""
-        items = items_of(self._choice.reply)
-        is_message = self._job.parsed.calls is None or self._choice.finish_reason is not None
+        """Return the output items so far. An output that ends without any item gets an empty message."""
+        items = output_items(self._choice.reply)
+        is_message = self._job.parsed.call_parser is None or self._choice.finish_reason is not None
         return items or ([Item("")] if is_message else [])
 
     def _item(self, i: int, item: Item, status: str) -> dict[str, Json]:
@@ -155,13 +156,13 @@ class ResponsesAnswer:
         return fields | {"type": "message", "role": "assistant", "content": content}
 
     def _identity(self, i: int, item: Item) -> dict[str, str]:
-        """Return the ids of an item, which stay the same from its first event to the whole response."""
+        """Return the ids of an item, which stay the same in all events and in the whole response."""
         if i == len(self._ids):
-            calls = self._job.parsed.calls
-            if item.function is None or calls is None:
+            parser = self._job.parsed.call_parser
+            if item.function is None or parser is None:
                 self._ids.append({"id": _new_id("msg")})
             else:
-                self._ids.append({"id": _new_id("fc"), "call_id": calls.format.new_id()})
+                self._ids.append({"id": _new_id("fc"), "call_id": parser.format.new_id()})
         return self._ids[i]
 
     def _last_status(self) -> str:

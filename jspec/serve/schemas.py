@@ -1,4 +1,4 @@
-"""Request body schemas: the fields that all APIs share, those of completions and chats, and those of completions."""
+"""Request body schemas: the fields of all APIs, those of completions and chats, and those of completions only."""
 
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
@@ -6,16 +6,16 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from jspec.core.types import Json
-from jspec.serve.fields import MOST, ModelBody, Strict, Whole, complaint, conflict
+from jspec.serve.fields import MOST, ModelBody, Strict, WholeNumber, invalid_fields, invalid_value
 
-_Ids = Annotated[list[Annotated[Whole, Field(ge=0, le=MOST)]], Field(max_length=64)]
+_Ids = Annotated[list[Annotated[WholeNumber, Field(ge=0, le=MOST)]], Field(max_length=64)]
 
 
 def _texts(value: Json) -> Json:
-    several = [value] if isinstance(value, str) else value
-    if isinstance(several, list) and all(isinstance(one, str) and one for one in several):
-        return several
-    raise complaint("{place} must be a non-empty string or a list of non-empty strings; got {given}")
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and all(isinstance(text, str) and text for text in texts):
+        return texts
+    raise invalid_value("{place} must be a non-empty string or a list of non-empty strings; got {given}")
 
 
 def _prompts(value: Json) -> Json:
@@ -27,7 +27,7 @@ def _prompts(value: Json) -> Json:
             return value
         if _is_ids(value):
             return [value]
-    raise complaint(
+    raise invalid_value(
         "{place} must be a string, or a non-empty list of strings, of token ids or of non-empty token-id lists; "
         "got {given}"
     )
@@ -55,11 +55,11 @@ class JsonSchema(Strict):
     name: str = Field("", max_length=64)
     description: str = ""
     strict: bool = True
-    held: dict[str, object] = Field(alias="schema")
+    definition: dict[str, object] = Field(alias="schema")
 
 
 class ResponseFormat(Strict):
-    """The output format: any text, any JSON object, JSON that fits a schema, or text that fits a regular expression."""
+    """The output format: any text, any JSON object, JSON that satisfies a schema, or text that matches a regex."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -70,40 +70,40 @@ class ResponseFormat(Strict):
         given = {"json_schema": self.json_schema, "regex": self.regex}
         for name in ("json_schema", "regex"):
             if (given[name] is not None) != (self.type == name):
-                raise conflict(
+                raise invalid_fields(
                     "response_format", f"response_format must have {name} if, and only if, its type is {name!r}"
                 )
         return self
 
     @property
-    def schema_of_output(self) -> dict[str, object]:
+    def output_schema(self) -> dict[str, object]:
         """The schema of JSON output."""
-        return self.json_schema.held if self.json_schema else {"type": "object"}
+        return self.json_schema.definition if self.json_schema else {"type": "object"}
 
 
 class DecodingBody(ModelBody):
     """The fields common to all requests for text: how tokens are sampled, and where the output ends."""
 
-    meaningless = MappingProxyType(
+    no_effect = MappingProxyType(
         {"stop": ("",), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,)}
     )
 
     temperature: float | None = Field(None, ge=0, le=100)  # None, here and below, means the model's own default
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: Whole | None = Field(None, ge=-1, le=MOST)
+    top_k: WholeNumber | None = Field(None, ge=-1, le=MOST)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict[str, float])
-    seed: Whole | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    seed: WholeNumber | None = Field(None, ge=-(2**63), le=2**64 - 1)
     stop: Annotated[list[Annotated[str, Field(max_length=1000)]], BeforeValidator(_texts), Field(max_length=16)] = (
         Field(default_factory=list[str])
     )
     stop_token_ids: _Ids = Field(default_factory=list[int])
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Whole = Field(0, ge=0, le=MOST)
+    min_tokens: WholeNumber = Field(0, ge=0, le=MOST)
     stream: bool = False
     cache_salt: str = Field("", max_length=256)
 
@@ -118,8 +118,8 @@ class Body(DecodingBody):
         }
     )
 
-    max_tokens: Whole | None = Field(None, ge=0, le=MOST)
-    n: Whole = Field(1, ge=1, le=128)
+    max_tokens: WholeNumber | None = Field(None, ge=0, le=MOST)
+    n: WholeNumber = Field(1, ge=1, le=128)
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -128,11 +128,11 @@ class Body(DecodingBody):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise conflict("stream_options", "stream_options requires streaming; set stream to true")
+            raise invalid_fields("stream_options", "stream_options requires streaming; set stream to true")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise conflict("min_tokens", "min_tokens is greater than max_tokens; reduce min_tokens")
+            raise invalid_fields("min_tokens", "min_tokens is greater than max_tokens; reduce min_tokens")
         if self.is_formatted and (self.ignore_eos or self.min_tokens):
-            raise conflict(
+            raise invalid_fields(
                 "response_format",
                 "response_format determines where the output ends; omit ignore_eos and min_tokens",
             )
@@ -152,21 +152,21 @@ class Body(DecodingBody):
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
-    meaningless = MappingProxyType({**Body.meaningless, "suffix": ("",), "logprobs": (False,), "tools": ([],)})
-    refused = MappingProxyType(dict.fromkeys(("suffix", "tools", "tool_choice", "functions"), "omit this field"))
+    no_effect = MappingProxyType({**Body.no_effect, "suffix": ("",), "logprobs": (False,), "tools": ([],)})
+    unsupported = MappingProxyType(dict.fromkeys(("suffix", "tools", "tool_choice", "functions"), "omit this field"))
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
-    max_tokens: Whole | None = Field(16, ge=0, le=MOST)
+    max_tokens: WholeNumber | None = Field(16, ge=0, le=MOST)
     echo: bool = False
-    logprobs: Whole | None = Field(None, ge=0, le=20)
-    best_of: Whole | None = Field(None, ge=1, le=128)
+    logprobs: WholeNumber | None = Field(None, ge=0, le=20)
+    best_of: WholeNumber | None = Field(None, ge=1, le=128)
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.best_of not in (None, self.n):
-            raise conflict("best_of", "best_of must equal n, because no choice is discarded; omit best_of")
+            raise invalid_fields("best_of", "best_of must equal n, because no choice is discarded; omit best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise conflict(
+            raise invalid_fields(
                 "max_tokens", "max_tokens is 0, which requires echo; set max_tokens to 1 or more, or set echo to true"
             )
         return self

@@ -29,7 +29,7 @@ class StreamedAnswer(Protocol):
 
     @property
     def last_data(self) -> str:
-        """The data of the last event, after all chunks; empty for no such event."""
+        """The data of the last event, after all chunks; empty if there is no such event."""
         ...
 
     def chunks(self) -> AsyncIterator[Mapping[str, Json]]:
@@ -45,7 +45,7 @@ class StreamedAnswer(Protocol):
         ...
 
 
-class Pieces(StreamingResponse):
+class JsonResponse(StreamingResponse):
     """One JSON object, which may be large."""
 
     def __init__(self, content: Mapping[str, Json]):
@@ -56,10 +56,10 @@ class Pieces(StreamingResponse):
             async with asyncio.timeout(_PATIENCE):
                 await send(message)
 
-        await super().__call__(scope, functools.partial(heard, receive), send_in_time)
+        await super().__call__(scope, functools.partial(next_message, receive), send_in_time)
 
 
-class Whole(Pieces):
+class JobResponse(JsonResponse):
     """A finished job's response as one object. The response counts as delivered afterwards, even if sending fails."""
 
     def __init__(self, job: Job, content: Mapping[str, Json]):
@@ -110,7 +110,7 @@ class Stream(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, functools.partial(heard, receive), send)
+            await super().__call__(scope, functools.partial(next_message, receive), send)
         finally:
             self._job.close()
             self._job.delivered()
@@ -137,7 +137,7 @@ def _event(chunk: Mapping[str, Json], data: str) -> dict[str, str]:
     return {"event": kind, "data": data} if isinstance(kind, str) else {"data": data}
 
 
-async def heard(receive: Receive) -> Message:
+async def next_message(receive: Receive) -> Message:
     """Return the client's next message.
 
     The call to `receive` is repeated every second. Otherwise, excess data from the client could pause reading, and the

@@ -1,4 +1,4 @@
-"""Validation of a request body, with the first error in one sentence."""
+"""Validation of a request body. The first error is reported in one sentence."""
 
 import reprlib
 from typing import TypeVar
@@ -23,7 +23,7 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
-def understood(kind: type[AnyBody], fields: Json) -> AnyBody:
+def validated(kind: type[AnyBody], fields: Json) -> AnyBody:
     """Validate `fields`, and return them as a body of type `kind`.
 
     Raises:
@@ -32,7 +32,7 @@ def understood(kind: type[AnyBody], fields: Json) -> AnyBody:
     if not isinstance(fields, dict):
         raise wrong(f"The body is {_SHORT.repr(fields)}; expected a JSON object.")
     _check_sizes(fields)
-    for name, advice in kind.refused.items():
+    for name, advice in kind.unsupported.items():
         if kind.has_effect(name, fields.get(name)):
             raise wrong(f"{name} is not supported by this server; {advice}.", name, "unsupported")
     try:
@@ -44,17 +44,23 @@ def understood(kind: type[AnyBody], fields: Json) -> AnyBody:
 def _check_sizes(fields: dict[str, Json]) -> None:
     """Reject bodies with too many small values before validation reports an error for each of them."""
 
-    def of(value: Json, most: int = MOST_MESSAGES) -> list[dict[str, Json]]:
-        return [one for one in value if isinstance(one, dict)] if isinstance(value, list) and len(value) <= most else []
+    def objects_in(value: Json, most: int = MOST_MESSAGES) -> list[dict[str, Json]]:
+        items = value if isinstance(value, list) and len(value) <= most else []
+        return [item for item in items if isinstance(item, dict)]
 
-    messages = of(fields.get("messages")) + of(fields.get("input"))
-    parts = [part for one in messages for name in ("content", "output") for part in of(one.get(name), MOST_PARTS)]
-    parts += [call for one in messages for call in of(one.get("tool_calls"), MOST_TOOLS)]
-    tools = of(fields.get("tools"), MOST_TOOLS)
-    parts += of([part.get("function") for part in (*parts, *tools)], MOST_MESSAGES * MOST_PARTS)
+    messages = objects_in(fields.get("messages")) + objects_in(fields.get("input"))
+    parts = [
+        part
+        for message in messages
+        for name in ("content", "output")
+        for part in objects_in(message.get(name), MOST_PARTS)
+    ]
+    parts += [call for message in messages for call in objects_in(message.get("tool_calls"), MOST_TOOLS)]
+    tools = objects_in(fields.get("tools"), MOST_TOOLS)
+    parts += objects_in([part.get("function") for part in (*parts, *tools)], MOST_MESSAGES * MOST_PARTS)
     names = ("response_format", "stream_options", "chat_template_kwargs", "text", "tool_choice", "metadata")
-    others = of([fields.get(name) for name in names])
-    schemas = of([one.get(name) for one in others for name in ("json_schema", "format")])
+    others = objects_in([fields.get(name) for name in names])
+    schemas = objects_in([options.get(name) for options in others for name in ("json_schema", "format")])
     most = max(map(len, (fields, *messages, *tools, *parts, *others, *schemas)))
     if most > _MOST_FIELDS:
         raise wrong(f"An object in the body has {most} fields; expected at most {_MOST_FIELDS}.")
@@ -63,17 +69,17 @@ def _check_sizes(fields: dict[str, Json]) -> None:
         raise wrong(f"logit_bias has {len(biases)} tokens; expected at most {_MOST_BIASES}.", "logit_bias")
 
 
-def _refusal(found: ErrorDetails) -> Refusal:
+def _refusal(error: ErrorDetails) -> Refusal:
     """Return the `Refusal` for an error found by pydantic, in one sentence."""
-    place = _place(found["loc"])
-    kind, message, given = found["type"], found["msg"], _SHORT.repr(found["input"])
+    place = _place(error["loc"])
+    kind, message, given = error["type"], error["msg"], _SHORT.repr(error["input"])
     if kind == "missing":
         return wrong(f"{place} is missing; add this field.", place)
     if kind == "extra_forbidden":
         return wrong(f"{place} is not a field that this server supports; omit this field.", place, "unknown_field")
     if place.endswith(".type") and place.startswith("messages"):
         return wrong(f"{place} is {given}, but only parts of type 'text' are supported.", place, "unsupported")
-    if kind == "complaint":
+    if kind == "invalid_value":
         return wrong(f"{message.replace('{place}', place).replace('{given}', given)}.", place)
     if not place or kind == "response_format":  # an error about several fields
         return wrong(f"{message}.", kind)

@@ -1,4 +1,4 @@
-"""Rendering of a chat template as transformers renders it, but without importing transformers, which takes seconds."""
+"""Rendering of chat templates. It has transformers' result without its import, which takes several seconds."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def render_template(
     messages: Sequence[Mapping[str, object]],
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """Return the conversation as rendered by the template, without the start of an answer.
+    """Return the conversation as rendered by the template, without a generation prompt.
 
     Args:
         tokenizer: the tokenizer whose special tokens the template may name.

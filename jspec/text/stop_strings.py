@@ -58,7 +58,7 @@ class StopAwareDetokenizer:
         self._append(self._coming.add(token), is_new=True)
 
     def add_text(self, text: str) -> None:
-        """Add a token that has this text, although it is special."""
+        """Add a special token as `text`, although decoding would hide it."""
         self._append(self._coming.rest() + text, is_new=True)
 
     def add_silent(self) -> None:

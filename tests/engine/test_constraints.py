@@ -46,7 +46,7 @@ def drafter_of(kind):
 
 
 def check_law(report, kind, count):
-    """Check requests with and without a key, with and without forced tokens, decoded alongside unconstrained ones."""
+    """Check requests with and without a key and with and without forced tokens, next to unconstrained requests."""
     kinds = [(keyed, i, forces) for _ in range(count // 2) for forces in (0, 1) for i in range(2) for keyed in (0, 1)]
     keys = iter(jax.random.split(jax.random.key(1), len(kinds)))
     requests = [
@@ -210,7 +210,7 @@ def test_failure_to_force_tokens_changes_no_mask():
 
 
 def test_auto_drafts_under_a_constraint_when_forced_tokens_pay():
-    """With costs at which the drafter's own tokens would not pay, the engine drafts for the forced tokens."""
+    """The engine drafts because of the forced tokens. At these costs, drafting would not pay off without them."""
 
     class Cycle(NoMultiples):
         """A constraint that allows only one text."""

@@ -11,7 +11,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.engine import Engine
 from jspec.engine import memory_budget as rooms
-from jspec.engine.memory_budget import free_bytes, shortened, slots_bytes
+from jspec.engine.memory_budget import fit_length, free_bytes, slots_bytes
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes
 from jspec.planning.memory import PROB_ARRAYS
@@ -110,7 +110,7 @@ def test_auto_length_takes_at_most_half_of_free_memory(monkeypatch, known, share
     sizes = Engine(target, slots=2, max_length=min(known, 8192)).device.sizes
     most = slots_bytes(target, None, sizes)
     monkeypatch.setattr(rooms, "free_bytes", lambda _: share * most)
-    found = shortened(target, None, sizes)
+    found = fit_length(target, None, sizes)
     assert found == dataclasses.replace(sizes, length=length)
     monkeypatch.setattr(rooms, "free_bytes", lambda _: None)
     assert Engine(target, slots=2, max_length="auto").device.sizes == sizes

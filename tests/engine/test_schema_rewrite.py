@@ -1,4 +1,4 @@
-"""Schemas that clients send: every output satisfies the schema, and every value that satisfies it is allowed."""
+"""Schemas that clients send: every output satisfies the schema, and every valid value is allowed."""
 
 import json
 
@@ -26,7 +26,7 @@ def grammars(tokenizer):
 
 
 def masks_after(constraint):
-    """Return a function that gives the tokens allowed after a list of tokens, and a function that ends its process."""
+    """Return two functions: one returns the tokens allowed after a list of tokens, the other ends the process."""
     source = constraint()
 
     def allowed(tokens):
@@ -107,7 +107,7 @@ def test_refusal_names_keyword_and_place(grammars, message):
 
 
 def test_property_has_only_one_spelling(grammars, tokenizer):
-    """An escaped name would be a second spelling, whose value would evade the property's schema."""
+    """An escaped name would be a second spelling, and its value would evade the property's schema."""
     constraint = grammars.json_schema(OBJECT | {"properties": {"a": INTEGER}})
     allowed, close = masks_after(constraint)
     tokens = tokenizer('{"\\u0061', add_special_tokens=False)["input_ids"]
@@ -116,7 +116,7 @@ def test_property_has_only_one_spelling(grammars, tokenizer):
 
 
 def test_expansion_is_bounded(monkeypatch):
-    """Small schemas give small schemas, whatever they ask for."""
+    """The rewritten form of a small schema is small, or the schema is rejected."""
     unique = {"type": "array", "uniqueItems": True, "items": {"enum": [*range(5)]}}
     assert len(json.dumps(rewritten(unique))) < 100_000
     with pytest.raises(ValueError, match=r"\$\.properties\.b has uniqueItems"):

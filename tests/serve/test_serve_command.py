@@ -36,7 +36,7 @@ def started(*options, command=("-m", "jspec", "serve")):
     lines = [process.stderr.readline() for _ in range(3)]
     ready = (
         r"Compiling: this takes minutes the first time, and seconds once the programs are cached\n"
-        r"Room for 2 sequences of 128 tokens \(\d+\.\d GB\)\nServing here at http://127.0.0.1:\d+\n"
+        r"Capacity: 2 sequences of 128 tokens \(\d+\.\d GB\)\nServing here at http://127.0.0.1:\d+\n"
     )
     if not re.fullmatch(ready, "".join(lines)):
         process.kill()  # otherwise reading the rest of its output never ends

@@ -304,7 +304,7 @@ def test_no_process_is_left_behind(running, kind):
 
 
 def test_latest_grammars_are_kept(running, monkeypatch):
-    """A repeated demand compiles nothing; the number of kept grammars is limited, and ended ones are not used."""
+    """A repeated constraint is not compiled again. Only a few grammars are kept, and ended ones are not used."""
     pool, kept, compiled = running.server._served.grammars._pool, running.server._constraints._kept, []
     compile_ = pool.compile
     monkeypatch.setattr(pool, "compile", lambda *ask: compiled.append(ask) or compile_(*ask))

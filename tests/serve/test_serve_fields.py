@@ -1,4 +1,4 @@
-"""Fields that clients send by default: those that change no text are accepted, and give the same text."""
+"""Fields that clients send by default: those without effect are accepted, and the text stays the same."""
 
 import gzip
 import json
@@ -102,8 +102,8 @@ def test_last_assistant_message_is_answered_or_continued(running):
     assert ask(running, "chat/completions", {"messages": messages, "add_generation_prompt": False}) == bare
 
 
-def test_limit_beyond_room_is_a_bound(running):
-    """A limit that exceeds the room ends the text where the room ends."""
+def test_limit_above_remaining_length_is_reduced(running):
+    """A limit that exceeds the remaining length ends the text at the maximum sequence length."""
     options = {"temperature": 0, "logit_bias": {"0": -100}, "extra_body": {"ignore_eos": True}}
     for answer in (running.complete(max_tokens=10**6, **options), running.chat(max_completion_tokens=10**6, **options)):
         assert answer.usage.total_tokens == servers.OPTIONS["max_length"]
@@ -112,7 +112,7 @@ def test_limit_beyond_room_is_a_bound(running):
 
 @pytest.mark.parametrize("seed", [2**32 + 5, 2**63 - 1, 2**64 - 1, -5])
 def test_seeds_of_64_bits_are_distinct(running, seed):
-    """The key of a seed consists of the two halves of its 64 bits."""
+    """A seed's key consists of the two halves of its 64 bits."""
     words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
     key = jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), 0)
     ids = running.tokenizer(PROMPT)["input_ids"]

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from jspec.serve.sse import Whole, dump
+from jspec.serve.sse import JobResponse, dump
 from support import servers
 from support.serving import metrics
 from support.streams import LONG, SEEDED, asking, connected, post, texts_of, until
@@ -176,7 +176,7 @@ def test_whole_answer_counts_as_unread_until_sent(monkeypatch, patience):
 
     async def answer():
         content = {"choices": [{"text": "x" * 2**17}] * 4}
-        await Whole(Job(), content)({"type": "http"}, asyncio.Future, send)
+        await JobResponse(Job(), content)({"type": "http"}, asyncio.Future, send)
         assert b"".join(one.get("body", b"") for one in sent).decode() == dump(content)
 
     with contextlib.nullcontext() if patience > 1 else pytest.raises(TimeoutError):
@@ -226,7 +226,7 @@ def test_device_failure_is_recovered_or_reported(running, monkeypatch):
 
 
 def test_only_pings_precede_first_token(running, gate, monkeypatch):
-    """Clients would take a chat's role alone for the first token. No ping comes between tokens."""
+    """Clients would mistake a chunk with only the role for the first token. No ping is sent between tokens."""
     monkeypatch.setattr("jspec.serve.sse._PING", 0.001)
     body = {"model": servers.NAME, "messages": servers.HELLO, "max_tokens": 40, "n": 2, "stream": True, "seed": 1}
     with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body, timeout=60) as answer:

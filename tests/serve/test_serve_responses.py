@@ -1,4 +1,4 @@
-"""The Responses API: OpenAI's types and client, streams equal to whole responses, calls, and what is refused."""
+"""The Responses API: OpenAI's types and client, streams equal to whole responses, calls, and rejected requests."""
 
 import json
 
@@ -9,11 +9,11 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from jspec.serve.errors import Refusal
-from jspec.serve.response_items import Item, items_of
+from jspec.serve.response_items import Item, output_items
 from jspec.serve.responses_schemas import ResponsesBody, as_chat
 from jspec.serve.tools.hermes import Hermes
 from jspec.serve.tools.llama3 import Llama3
-from jspec.serve.validation import understood
+from jspec.serve.validation import validated
 from support import servers
 from support.scripted import script
 from support.servers import HELLO
@@ -185,12 +185,12 @@ def test_calls_and_messages_are_items_in_order(running, monkeypatch, size):
 
 
 def test_items_only_grow():
-    """What a client has received of an output never changes: every prefix gives a prefix of the items."""
+    """Items that a client has received never change: every prefix of an output gives a prefix of the items."""
     for form, text in ((Hermes(), MIXED), (Llama3(), '{"name": "f", "parameters": {"a": 1}}; {"name": "g"')):
-        whole = items_of(form.parse(text, {"f", "g"}, is_whole=True))
+        whole = output_items(form.parse(text, {"f", "g"}, is_complete=True))
         before = []
         for length in range(len(text)):
-            items = items_of(form.parse(text[:length], {"f", "g"}, is_whole=False))
+            items = output_items(form.parse(text[:length], {"f", "g"}, is_complete=False))
             assert items[: len(before) - 1] == before[:-1] and len(items) >= len(before)
             assert not before or items[len(before) - 1].text.startswith(before[-1].text)
             before = items
@@ -230,7 +230,7 @@ def test_openai_client_parses_a_format(running, monkeypatch):
         a: int
 
     script(monkeypatch, running, '{"a": 1}')
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda served, body: None)
+    monkeypatch.setattr("jspec.serve.app.output_constraint", lambda served, body: None)
     request = {"model": servers.NAME, "input": "x", "text_format": Answer}
     assert running.usual.responses.parse(**request).output_parsed == Answer(a=1)
 
@@ -250,7 +250,7 @@ def test_failure_is_an_exception_in_the_client(running, monkeypatch):
 def test_late_errors_name_the_fields_of_this_api(running, monkeypatch):
     script(monkeypatch, running, "abc", end="error", error_code="constraint_too_complex")
     fields = {"text": {"format": {"type": "json_object"}}}
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda served, body: None)
+    monkeypatch.setattr("jspec.serve.app.output_constraint", lambda served, body: None)
     answer = httpx.post(f"{running.url}/v1/responses", json=body(**fields))
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "text.format"
     assert streamed(running, **fields)[-1]["param"] == "text.format"
@@ -260,19 +260,19 @@ def test_responses_are_not_kept(running):
     found = post(running)
     client = running.usual.responses
     for use in (client.retrieve, client.delete, client.cancel, client.input_items.list):
-        with pytest.raises(openai.NotFoundError, match="This server keeps no responses"):
+        with pytest.raises(openai.NotFoundError, match="This server stores no responses"):
             use(found["id"])
 
 
 def messages(**fields):
     """Return the messages of the chat that a body becomes, as a template receives them."""
-    chat = as_chat(understood(ResponsesBody, body(**fields)))
+    chat = as_chat(validated(ResponsesBody, body(**fields)))
     assert (chat.max_tokens, chat.seed) == (12, 5)
     return [message.plain() for message in chat.messages]
 
 
 def test_items_become_the_messages_of_a_chat():
-    """A call joins the assistant's message before it: the template then renders what the model wrote."""
+    """A call joins the assistant message before it, so that the template renders what the model wrote."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     tool = {"role": "tool", "content": "sunny", "tool_call_id": "a"}
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
@@ -336,14 +336,14 @@ CLIENTS = {  # request bodies of clients with their defaults, without the model
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_bodies_of_clients_are_accepted(client):
-    chat = as_chat(understood(ResponsesBody, {"model": "m"} | CLIENTS[client]))
+    chat = as_chat(validated(ResponsesBody, {"model": "m"} | CLIENTS[client]))
     assert chat.messages and chat.stream == CLIENTS[client].get("stream", False)
 
 
 def test_functions_are_strict_by_default():
     def strict(**fields):
         tool = {"type": "function", "name": "f", "parameters": SCHEMA}
-        (found,) = as_chat(understood(ResponsesBody, body(tools=[tool | fields]))).tools
+        (found,) = as_chat(validated(ResponsesBody, body(tools=[tool | fields]))).tools
         return found.function.strict
 
     assert strict() and strict(strict=None) and strict(strict=True) and not strict(strict=False)
@@ -354,17 +354,17 @@ def test_functions_are_strict_by_default():
     [
         (
             {"previous_response_id": "resp_1"},
-            "previous_response_id is not supported by this server; it keeps no responses: send the whole conversation "
-            "as input.",
+            "previous_response_id is not supported by this server; responses are not stored, so send the whole "
+            "conversation as input.",
         ),
         ({"input": [*HELLO, *[{"role": "owl", "content": "x"}]]}, "input[1].role is 'owl'; expected 'system', "),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type is 'input_im"),
         ({"input": [*HELLO, CALL, RESULT | {"call_id": "b"}]}, "input[2] is the output of the call 'b', but no "),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] has the type 'web_search', but this server calls no tools "),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] has the type 'web_search', but this server cannot run "),
         ({"tools": [*TOOLS, *TOOLS]}, "tools has two functions named 'f'; give each function its own name."),
         (
             {"tools": TOOLS, "ignore_eos": True, "tool_choice": "required"},
-            "the calls determine where the output ends; ",
+            "constrained calls determine the output's end; ",
         ),
         ({"input": [CALL] * 129}, "a series of calls in input should have at most 128 items, not 129."),
         ({"min_tokens": 13}, "min_tokens is greater than max_output_tokens; reduce min_tokens."),
@@ -375,6 +375,6 @@ def test_functions_are_strict_by_default():
 )
 def test_errors_name_the_fields_of_this_api(fields, sentence):
     with pytest.raises(Refusal) as caught:
-        as_chat(understood(ResponsesBody, body(**fields)))
+        as_chat(validated(ResponsesBody, body(**fields)))
     assert caught.value.message.startswith(sentence)
     assert (caught.value.param or "").startswith(tuple(fields))

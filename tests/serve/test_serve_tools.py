@@ -1,4 +1,4 @@
-"""Calls of functions: forced calls are valid, streamed and whole answers agree, and results find their calls."""
+"""Function calls: required calls are valid, streamed and whole responses agree, and results match their calls."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from jspec.engine.grammar_matcher import compile_grammar, make_tokenizer
 from jspec.serve.chat_schemas import ChatBody
-from jspec.serve.output_grammar import Demand, demand_of
+from jspec.serve.output_grammar import OutputConstraint, output_constraint
 from jspec.serve.parse_request import parse_request
 from support import oracle, servers, text_pair
 from support.servers import HELLO
@@ -43,7 +43,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arg
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Write a pair with room for calls and descriptions of functions."""
+    """Write a pair with sequences long enough for calls and descriptions of functions."""
     folder = tmp_path_factory.mktemp("sources")
     room = {"max_position_embeddings": 1536}
     return text_pair.write(folder / "target", **room), text_pair.write(folder / "draft", distance=0.3, **room)
@@ -51,14 +51,14 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calling(sources):
-    """Yield a server with room for calls, whose chat template knows tools."""
+    """Yield a server with sequences long enough for calls. Its chat template supports tools."""
     with servers.running(sources, max_length=512, template=TEMPLATE) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def describing(sources):
-    """Yield a server whose chat template knows no tools, and which therefore describes them in a message."""
+    """Yield a server whose chat template does not support tools, so that the server describes them in a message."""
     template = servers.TEMPLATE.replace("{{ raise_exception('no tools here') }}", "")
     with servers.running(sources, max_length=1536, template=template) as running:
         yield running
@@ -66,10 +66,10 @@ def describing(sources):
 
 def check(choice):
     """Check that all complete calls of a choice are valid, and return them as names and arguments."""
-    is_whole = choice.finish_reason == "tool_calls"
-    assert not choice.message.content if is_whole else choice.finish_reason == "length"
+    is_complete = choice.finish_reason == "tool_calls"
+    assert not choice.message.content if is_complete else choice.finish_reason == "length"
     found = []
-    for call in (choice.message.tool_calls or [])[: None if is_whole else -1]:
+    for call in (choice.message.tool_calls or [])[: None if is_complete else -1]:
         assert call.type == "function" and call.id.startswith("call_")
         arguments = json.loads(call.function.arguments)
         if call.function.name == "weather":
@@ -97,7 +97,7 @@ def joined(chunks):
 
 @pytest.mark.parametrize("server", ["calling", "describing"])
 @pytest.mark.parametrize("choice", ["required", BY_NAME])
-def test_forced_calls_are_valid(request, server, choice):
+def test_required_calls_are_valid(request, server, choice):
     ask = request.getfixturevalue(server).chat
     for options in ({"n": 2, "max_completion_tokens": 120}, {"parallel_tool_calls": False, "seed": 1}):
         answer = ask(**{"tools": TOOLS, "tool_choice": choice, "max_completion_tokens": 200} | options)
@@ -137,7 +137,9 @@ def test_calls_in_free_text_are_read(calling, monkeypatch):
     """With "auto", a call that the model writes on its own becomes a call, and the text before it is content."""
     written = 'so\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
     ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    monkeypatch.setattr(
+        "jspec.serve.app.output_constraint", lambda *_: OutputConstraint("tools", "x", lambda _: lambda: Forced(ids))
+    )
     (one,) = calling.chat(tools=STRICT, max_completion_tokens=200).choices
     calls = [[call.function.name, call.function.arguments] for call in one.message.tool_calls]
     expected = "so", [["weather", '{"city": "Rome", "days": 3}']], "tool_calls"
@@ -185,7 +187,7 @@ def test_history_with_calls_is_rendered(calling):
 
 
 def test_template_without_tools_gets_a_description(describing):
-    """The answer is that to a system message which describes the tools, and calls and results are text."""
+    """The answer equals that to a system message that describes the tools. Calls and results are text."""
     ids = post_ids(describing, tools=TOOLS)
     text = describing.tokenizer.decode(ids)
     assert text.startswith("[system]") and '"name": "weather"' in text and "<tool_call>" in text
@@ -219,8 +221,8 @@ def post_ids(running, **fields):
             r"tools cannot be enforced: tools\[0\].function.parameters \('f'\): .* has \$ref .*",
         ),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools has two functions named 'stop'; give each function its own name."),
-        ({"tools": TOOLS, "ignore_eos": True}, "the calls determine where the output ends; .*"),
-        ({"tools": TOOLS, "stop_token_ids": [5]}, "the calls determine where the output ends; .*"),
+        ({"tools": TOOLS, "ignore_eos": True}, "constrained calls determine the output's end; .*"),
+        ({"tools": TOOLS, "stop_token_ids": [5]}, "constrained calls determine the output's end; .*"),
         ({"tools": [deep(700)]}, "tools.*(nested|levels deep).*"),
         (
             {"tools": TOOLS, "functions": [{"name": "f"}]},
@@ -228,7 +230,7 @@ def post_ids(running, **fields):
         ),
         (
             {"messages": [*HELLO, {"role": "tool", "tool_call_id": "x", "content": "y"}]},
-            r"messages\[1\] is the result of the call 'x', but no earlier message makes this call; .*",
+            r"messages\[1\] is the result of the call 'x', but no earlier message has this call; .*",
         ),
         (
             {
@@ -242,7 +244,7 @@ def post_ids(running, **fields):
         ({"tool_choice": "required"}, "tool_choice is 'required', but there are no tools; add tools."),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice names 'x', which is not a function in tools.",
+            "tool_choice names 'x', which is not a function in tools; name one of the tools.",
         ),
     ],
 )
@@ -256,7 +258,7 @@ def test_errors_are_one_clear_sentence(calling, fields, sentence):
 
 
 def test_format_and_tools_may_be_combined(calling):
-    """The answer is either JSON that satisfies the schema, or consists of calls."""
+    """The output is either JSON that satisfies the schema, or calls."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     kinds = set()
@@ -273,7 +275,7 @@ def test_format_and_tools_may_be_combined(calling):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_responses_with_forced_calls_are_valid(calling, choice):
+def test_responses_with_required_calls_are_valid(calling, choice):
     """A response is one function_call item, streamed or whole, and goes back into the input with its result."""
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     fields = {"model": servers.NAME, "input": "the thing", "tools": tools, "tool_choice": choice}
@@ -297,10 +299,12 @@ def test_stop_strings_do_not_cut_required_calls(calling):
         assert check(calling.chat(**options, stop=stop).choices[0]) == check(calling.chat(**options).choices[0])
 
 
-def test_call_that_a_stop_string_cuts_is_no_finished_call(calling, monkeypatch):
+def test_call_cut_off_by_a_stop_string_is_incomplete(calling, monkeypatch):
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
     ids = calling.tokenizer(written, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr("jspec.serve.app.demand_of", lambda *_: Demand("tools", "x", lambda _: lambda: Forced(ids)))
+    monkeypatch.setattr(
+        "jspec.serve.app.output_constraint", lambda *_: OutputConstraint("tools", "x", lambda _: lambda: Forced(ids))
+    )
     one = calling.chat(tools=STRICT, max_completion_tokens=200, stop=', "d').choices[0]
     assert one.finish_reason == "stop" and one.message.tool_calls[0].function.arguments == '{"city": "Rome"'
 
@@ -336,7 +340,7 @@ def exact_calls(running, body):
     prompt, held = parse_request(served, body).prompts[0], []
     library = make_tokenizer(running.tokenizer.backend_tokenizer.to_str(), 261, [0])
     compiling = SimpleNamespace(lark=lambda text: held.append(compile_grammar(library, "grammar", text, 36)))
-    demand_of(served, body).compile(compiling)
+    output_constraint(served, body).compile(compiling)
     waiting, law, target = [((), 1.0)], {}, running.engine.device.target
     while waiting:
         tokens, p = waiting.pop()

@@ -1,6 +1,6 @@
-"""Reading of a call that a model writes as a JSON object, while the object is still incomplete.
+"""Parsing of a call that a model writes as a JSON object, which may still be incomplete.
 
-The whole text is read again after every new token, so regular expressions do the work for each character.
+The whole text is parsed again after every new token. Regular expressions therefore scan the characters.
 """
 
 import dataclasses
@@ -9,13 +9,13 @@ import re
 from collections.abc import Collection, Iterator
 
 ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("type", "id", "name", *ARGUMENTS)  # of calls without a marker
+_KEYS = ("type", "id", "name", *ARGUMENTS)  # the keys of calls without a marker
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING_START = r'"[^"\\]*+(?:\\.[^"\\]*+)*+'
 _STRING = re.compile(_STRING_START + '"', re.DOTALL)
 _OPEN_STRING = re.compile(_STRING_START + r"\\?\Z", re.DOTALL)
 _WORD = re.compile(r"[-+.\w]+")  # a number, true, false or null
-# Strings and brackets: a bracket in a string is no bracket. An incomplete string extends to the end of the text.
+# Matches strings and brackets, because brackets in strings do not count. An incomplete string extends to the end.
 _NESTING = {
     opening: re.compile(rf'{_STRING_START}(?:"|\\?\Z)|{brackets}', re.DOTALL)
     for opening, brackets in (("{", "[{}]"), ("[", r"[\[\]]"))
@@ -24,7 +24,7 @@ _NESTING = {
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a function.
+    """A function call.
 
     Attributes:
         name: the function's name.
@@ -35,19 +35,19 @@ class ToolCall:
     arguments: str
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the arguments are complete."""
         return self.arguments.startswith("{") and end_of_value(self.arguments, 0) == len(self.arguments)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """The result of reading a call at some position.
+class ParseResult:
+    """The result of parsing a call at a position.
 
     Attributes:
-        call: the call; None if there is none, or not yet.
-        end: the end of the call. If the text is not a call, the position of the first character that shows it.
-        is_undecided: whether more text may make it a call.
+        call: the call; None if the text contains no call, or not yet enough of a call.
+        end: the end of the call. If the text is not a call, the position where this becomes clear.
+        is_undecided: whether the text may become a call.
     """
 
     call: ToolCall | None
@@ -81,19 +81,19 @@ def end_of_value(text: str, start: int) -> int | None:
     return None
 
 
-def read_call(text: str, start: int, names: Collection[str], is_marked: bool = True) -> Reading:
-    """Read ``{"name": ..., "arguments": {...}}``, which whitespace may precede.
+def parse_call(text: str, start: int, names: Collection[str], is_marked: bool = True) -> ParseResult:
+    """Parse ``{"name": ..., "arguments": {...}}``, with optional whitespace before it.
 
     The members may be in any order, and "parameters" may replace "arguments". A call begins when its name is complete
-    and its arguments have begun. Arguments may be null, which means ``{}``. They may also be a string that contains an
-    object; the call then begins when the string is complete.
+    and its arguments have begun. Null arguments mean ``{}``. Arguments may also be a string that contains an
+    object. The call then begins when the string is complete.
 
     Args:
         text: the text so far.
         start: where to start.
         names: the names of the functions that may be called.
         is_marked: whether a marker shows that the object is a call. Other members are then ignored, and arguments may
-            be missing. Without a marker, the object may be an answer that is JSON.
+            be missing. Without a marker, the object may be a JSON answer.
     """
     members = _Members(text, start, None if is_marked else _KEYS)
     name: str | None = None
@@ -111,31 +111,31 @@ def read_call(text: str, start: int, names: Collection[str], is_marked: bool = T
     except _Unfinished:
         end = len(text)
         if name is None or arguments is None:
-            return Reading(None, end, is_undecided=True)
+            return ParseResult(None, end, is_undecided=True)
     except _Malformed as error:
         end = members.at
         if name is None or arguments is None:
-            return Reading(None, error.at)
-    return Reading(None if name is None or arguments is None else ToolCall(name, arguments), end)
+            return ParseResult(None, error.at)
+    return ParseResult(None if name is None or arguments is None else ToolCall(name, arguments), end)
 
 
 class _Members:
-    """The members of a JSON object, as keys and the positions of values.
+    """The members of a JSON object: each key, and the position of its value.
 
     Attributes:
         at: the end of the last complete member, or of the object.
-        keys: the keys that may follow; None for any keys.
+        keys: the keys that may follow; None for any key.
     """
 
     def __init__(self, text: str, start: int, keys: Collection[str] | None):
         self._text, self.at, self.keys = text, start, keys
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each key, and the start and the end of its value. An incomplete object is yielded too.
+        """Yield each key, and the start and the end of its value. An incomplete object or array is also yielded.
 
         Raises:
             _Unfinished: the text ends before the object does.
-            _Malformed: the text is not a JSON object, or has another key than `keys`.
+            _Malformed: the text is not a JSON object, or has a key that is not in `keys`.
         """
         at = self._expect("{", self.at)
         while self._peek(at) != "}":

@@ -1,4 +1,4 @@
-"""Detection of a model's tool-call format from its chat template, and conversations in the form that templates take."""
+"""Detection of a model's tool-call format from its chat template, and conversion of conversations for templates."""
 
 import dataclasses
 import functools
@@ -48,9 +48,9 @@ class ToolSupport:
 
     Attributes:
         format: the format of calls in the output; None if the template writes calls in an unknown notation.
-        is_native: whether the template describes the tools that it is given. If not, `messages` describes them.
+        is_native: whether the template describes the tools in the prompt. If not, `messages` describes them.
         takes_system: whether the template accepts a system message.
-        takes_several: whether the template accepts several calls in one message. Those of Llama 3 do not.
+        takes_several: whether the template accepts several calls in one message. Llama 3's templates do not.
     """
 
     format: ToolFormat | None
@@ -65,13 +65,15 @@ class ToolSupport:
             return "Tools are not supported: the model's chat template writes calls in an unknown notation."
         if self.is_native:
             return ""
-        return "The model's chat template has no tools; they are described in the system message, in Hermes notation."
+        return (
+            "The model's chat template has no tools; the server describes them in a system message, in Hermes notation."
+        )
 
     def messages(self, messages: Sequence[Mapping[str, Json]], tools: Sequence[FunctionTool]) -> list[dict[str, Json]]:
-        """Return the messages in the form that the template expects.
+        """Return the messages as the template expects them.
 
         Args:
-            messages: messages in OpenAI's form. Every content is a string, and arguments are JSON text.
+            messages: messages in OpenAI's form. Each content is a string, and arguments are JSON text.
             tools: the functions that the model may call.
 
         Raises:
@@ -84,17 +86,17 @@ class ToolSupport:
         return _described(written, tools, self.takes_system) if tools else written
 
 
-def support_of(tokenizer: Tokenizer) -> ToolSupport:
+def detect_tool_support(tokenizer: Tokenizer) -> ToolSupport:
     """Return how the tokenizer's chat template represents tools.
 
-    A template that ignores tools, or that is missing, gets the Hermes format.
+    The Hermes format is the fallback if the template is missing or ignores tools.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
         return ToolSupport(Hermes(), is_native=False)
     render = functools.partial(_rendered, tokenizer, template)
     if _PARAMETER in render([_USER], [_TOOL.as_json()]):
-        form = _format_of(render(_CONVERSATION, [_TOOL.as_json()]))
+        form = _detect_format(render(_CONVERSATION, [_TOOL.as_json()]))
         several = [_USER, _CONVERSATION[1] | {"tool_calls": 2 * [_PROBE_CALL]}]
         return ToolSupport(form, is_native=True, takes_several=render(several).count(_NAME) == 2)
     takes_system = _SYSTEM in render([{"role": "system", "content": _SYSTEM}, _USER])
@@ -114,8 +116,8 @@ def _rendered(
         return ""
 
 
-def _format_of(text: str) -> ToolFormat | None:
-    """Return the format that reads the call in the rendered conversation, or None."""
+def _detect_format(text: str) -> ToolFormat | None:
+    """Return the format that parses the call in the rendered conversation, or None."""
     answer = text.rpartition(_QUESTION)[2].partition(_RESULT)[0]
     brace = answer.find("{")  # Llama's calls have no marker, so special tokens of the template precede them
     candidates: list[tuple[ToolFormat, str, bool]] = [
@@ -125,7 +127,7 @@ def _format_of(text: str) -> ToolFormat | None:
         (Llama3(), answer[brace:], '"parameters"' in answer and brace >= 0),
     ]
     for form, written, is_possible in candidates:
-        calls = form.parse(written, {_NAME}, is_whole=True).calls if is_possible else ()
+        calls = form.parse(written, {_NAME}, is_complete=True).calls if is_possible else ()
         if [(call.name, json.loads(call.arguments)) for call in calls] == [(_NAME, json.loads(_CALL.arguments))]:
             return form
     return None
@@ -134,7 +136,7 @@ def _format_of(text: str) -> ToolFormat | None:
 def _native(messages: Sequence[Mapping[str, Json]], is_mistral: bool) -> list[dict[str, Json]]:
     """Return messages with arguments as objects, and with the called function's name in every result."""
     names: dict[Json, Json] = {}
-    found: list[dict[str, Json]] = []
+    converted: list[dict[str, Json]] = []
     for i, message in enumerate(messages):
         fields = dict(message)
         calls = _calls(fields.pop("tool_calls", None))
@@ -148,28 +150,28 @@ def _native(messages: Sequence[Mapping[str, Json]], is_mistral: bool) -> list[di
             fields.setdefault("name", names[given])
         if is_mistral and isinstance(given, str):
             fields["tool_call_id"] = _mistral_id(given)
-        found.append(fields)
-    return found
+        converted.append(fields)
+    return converted
 
 
 def _one_by_one(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
     """Return messages with one call each. Each call is followed by its result."""
-    found: list[dict[str, Json]] = []
+    ordered: list[dict[str, Json]] = []
     results: list[dict[str, Json]] = []
     for message in reversed(messages):
         if message["role"] == "tool":
             results.insert(0, message)
             continue
-        part = [{**message, "tool_calls": [call]} for call in _calls(message.get("tool_calls"))] or [message]
+        split = [{**message, "tool_calls": [call]} for call in _calls(message.get("tool_calls"))] or [message]
         placed: list[dict[str, Json]] = []
-        for i, one in enumerate(part):
-            ids = [call.get("id") for call in _calls(one.get("tool_calls"))]
+        for i, part in enumerate(split):
+            ids = [call.get("id") for call in _calls(part.get("tool_calls"))]
             own = [result for result in results if result.get("tool_call_id") in ids]
             results = [result for result in results if result not in own]
-            placed += [one if i == 0 else {**one, "content": ""}, *own]
-        found = [*placed, *results, *found]
+            placed += [part if i == 0 else {**part, "content": ""}, *own]
+        ordered = [*placed, *results, *ordered]
         results = []
-    return [*results, *found]
+    return [*results, *ordered]
 
 
 def _native_call(call: Mapping[str, Json], place: str, is_mistral: bool) -> dict[str, Json]:
@@ -180,20 +182,20 @@ def _native_call(call: Mapping[str, Json], place: str, is_mistral: bool) -> dict
 
 
 def _mistral_id(text: str) -> str:
-    """Return an id that Mistral's templates accept: always the same one for the same id of another form."""
+    """Return an id that Mistral's templates accept. The same text always gives the same id."""
     return text if is_mistral_id(text) else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _written(messages: Sequence[Mapping[str, Json]], form: ToolFormat) -> list[dict[str, Json]]:
     """Return messages in which calls and results are text."""
-    found: list[dict[str, Json]] = []
+    written: list[dict[str, Json]] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool":
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if i and messages[i - 1]["role"] == "tool":
-                found[-1]["content"] = f"{found[-1]['content']}\n{text}"
+                written[-1]["content"] = f"{written[-1]['content']}\n{text}"
             else:
-                found.append({"role": "user", "content": text})
+                written.append({"role": "user", "content": text})
             continue
         fields = {name: value for name, value in message.items() if name != "tool_calls"}
         calls = [
@@ -205,14 +207,14 @@ def _written(messages: Sequence[Mapping[str, Json]], form: ToolFormat) -> list[d
         ]
         if calls:
             fields["content"] = "\n".join(filter(None, (str(message["content"]), form.notation.write(calls))))
-        found.append(fields)
-    return found
+        written.append(fields)
+    return written
 
 
 def _described(
     messages: Sequence[dict[str, Json]], tools: Sequence[FunctionTool], takes_system: bool
 ) -> list[dict[str, Json]]:
-    """Return messages with a description of the tools in the first system message or the first user message."""
+    """Return messages with a description of the tools in the first system message, or the first user message."""
     description = _description(tools)
     if takes_system and (not messages or messages[0]["role"] != "system"):
         return [{"role": "system", "content": description}, *messages]
@@ -253,7 +255,7 @@ def _arguments(function: Mapping[str, Json], place: str) -> dict[str, Json]:
     Raises:
         ValueError: the arguments are not the text of a JSON object.
     """
-    text = cast(str, function["arguments"]).strip() or "{}"  # many clients write no arguments as ""
+    text = cast(str, function["arguments"]).strip() or "{}"  # many clients send "" for a call without arguments
     try:
         arguments: Json = json.loads(text)
     except (ValueError, RecursionError):

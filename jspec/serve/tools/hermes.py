@@ -3,15 +3,15 @@
 import re
 from collections.abc import Collection
 
-from jspec.serve.tools.call_json import Reading, read_call
+from jspec.serve.tools.call_json import ParseResult, parse_call
 from jspec.serve.tools.tool_format import CallSpan, Notation, ToolFormat, next_marked
 
 START, END = "<tool_call>", "</tool_call>"
-_REST = re.compile(r"[\s}]*")  # small models write a brace too many
+_REST = re.compile(r"[\s}]*")  # small models write extra braces
 
 
 class Hermes(ToolFormat):
-    """Calls as ``<tool_call>`` elements, which text may precede and follow."""
+    """Calls as ``<tool_call>`` elements, with optional text before and after."""
 
     name = "hermes"
     special_tokens = (START, END)
@@ -20,9 +20,9 @@ class Hermes(ToolFormat):
     def next_call(self, text: str, at: int, names: Collection[str]) -> CallSpan | None:
         """Return the first call at or after a position, or the first text that may become one."""
 
-        def read(text: str, at: int) -> Reading:
-            reading = read_call(text, at, names)
-            return reading if reading.call is None else Reading(reading.call, _end(text, reading.end))
+        def read(text: str, at: int) -> ParseResult:
+            result = parse_call(text, at, names)
+            return result if result.call is None else ParseResult(result.call, _end(text, result.end))
 
         return next_marked(text, at, START, read)
 

@@ -1,16 +1,16 @@
-"""The formats of Mistral's models: a marker, and then a JSON array of calls, or a name and its arguments."""
+"""The formats of Mistral's models: a marker, followed by a JSON array of calls or by a name and its arguments."""
 
 import re
 import secrets
 import string
 from collections.abc import Collection
 
-from jspec.serve.tools.call_json import Reading, ToolCall, end_of_value, read_call
+from jspec.serve.tools.call_json import ParseResult, ToolCall, end_of_value, parse_call
 from jspec.serve.tools.tool_format import CallSpan, Notation, ToolFormat, next_marked
 
 START, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ID_LENGTH = 9
-# Possessive quantifiers, because long runs of spaces or letters would otherwise take quadratic time.
+# The quantifiers are possessive, because long runs of spaces or letters would otherwise take quadratic time.
 _ARRAY = re.compile(r"\s*+\[?\s*+(?=\{)")
 _HEADER = re.compile(r"\s*+([\w.:/-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 _PART_OF_HEADER = re.compile(r"\s*+(?:\[\s*+|[\w.:/-]++\s*+(?:\[[A-Z_]*+\]?\s*+\w*+\s*+){0,2})?\Z")
@@ -21,7 +21,7 @@ _END = re.compile(r"\s*+(?:\]|,?\s*+\Z)")
 class Mistral(ToolFormat):
     """Calls as ``[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]``.
 
-    Both of Mistral's notations are read, whichever of them the model was trained on.
+    Both of Mistral's notations are parsed, whichever the model was trained on.
 
     Args:
         has_space: whether the model writes a space after the marker.
@@ -37,20 +37,20 @@ class Mistral(ToolFormat):
     def next_call(self, text: str, at: int, names: Collection[str]) -> CallSpan | None:
         """Return the first call at or after a position, or the first text that may become one."""
 
-        def read(text: str, at: int) -> Reading:
-            reading = _read(text, at, names)
-            end = None if reading.call is None else _END.match(text, reading.end)
-            return Reading(reading.call, end.end()) if end else reading
+        def read(text: str, at: int) -> ParseResult:
+            result = _read(text, at, names)
+            end = None if result.call is None else _END.match(text, result.end)
+            return ParseResult(result.call, end.end()) if end else result
 
         if at and (match := _NEXT.match(text, at)):
-            reading = read(text, match.end())
-            if reading.call is not None or reading.is_undecided:
-                return CallSpan(at, reading.end, reading.call)
-            return next_marked(text, reading.end, START, read)
+            result = read(text, match.end())
+            if result.call is not None or result.is_undecided:
+                return CallSpan(at, result.end, result.call)
+            return next_marked(text, result.end, START, read)
         return next_marked(text, at, START, read)
 
     def new_id(self) -> str:
-        """Return a new id for a call, of nine letters and digits, which Mistral's templates require."""
+        """Return a new call id of nine letters and digits, as Mistral's templates require."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_ID_LENGTH))
 
 
@@ -68,15 +68,15 @@ def is_mistral_id(text: str) -> bool:
     return re.fullmatch(r"[a-zA-Z0-9]{9}", text) is not None
 
 
-def _read(text: str, at: int, names: Collection[str]) -> Reading:
+def _read(text: str, at: int, names: Collection[str]) -> ParseResult:
     if match := _ARRAY.match(text, at):
-        return read_call(text, match.end(), names)
+        return parse_call(text, match.end(), names)
     match = _HEADER.match(text, at)
     if match is None:
         is_undecided = _PART_OF_HEADER.match(text, at) is not None
-        return Reading(None, len(text) if is_undecided else at, is_undecided)
+        return ParseResult(None, len(text) if is_undecided else at, is_undecided)
     if match[1] not in names:
-        return Reading(None, match.end())
+        return ParseResult(None, match.end())
     end = end_of_value(text, match.end())
     end = len(text) if end is None else end
-    return Reading(ToolCall(match[1], text[match.end() : end]), end)
+    return ParseResult(ToolCall(match[1], text[match.end() : end]), end)

@@ -1,4 +1,4 @@
-"""The interface of a tool-call format: how one family of chat models writes calls of functions."""
+"""The interface of a tool-call format: how one family of chat models writes function calls."""
 
 import abc
 import dataclasses
@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from jspec.core.types import Json
-from jspec.serve.tools.call_json import Reading
+from jspec.serve.tools.call_json import ParseResult
 from jspec.serve.tools.call_json import ToolCall as ToolCall
 
-# Keywords that decide about properties that are not listed, or that combine schemas.
+# Keywords that apply to unlisted properties, or that combine schemas.
 _OPEN = {
     *("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties"),
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies"),
@@ -23,7 +23,7 @@ class FunctionTool:
 
     Attributes:
         name: the function's name.
-        description: what the function does; "" if the client did not say.
+        description: what the function does; "" if the client did not send a description.
         parameters: the JSON schema of the arguments; None if the client did not send one.
         is_strict: whether the client asked for arguments that satisfy the schema.
     """
@@ -34,7 +34,7 @@ class FunctionTool:
     is_strict: bool
 
     def as_json(self) -> dict[str, Json]:
-        """Return the tool in the form that chat templates expect."""
+        """Return the tool as chat templates expect it."""
         function: dict[str, Json] = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -46,8 +46,8 @@ class FunctionTool:
     def schema(self) -> dict[str, Json]:
         """The JSON schema of the arguments.
 
-        Functions take no arguments that they do not list. A schema that says nothing of other properties and combines
-        no schemas therefore excludes them. Without parameters, only ``{}`` is allowed.
+        The schema forbids unlisted properties, with two exceptions: it has a keyword that applies to them or combines
+        schemas, or it lists only required names. Without parameters, only ``{}`` is allowed.
         """
         schema: dict[str, Json] = {"type": "object", **(self.parameters or {})}
         is_open = _OPEN & schema.keys() or ("required" in schema and "properties" not in schema)
@@ -71,11 +71,11 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class CallSpan:
-    """The place of a call in a text, or of text that may still become a call.
+    """The span of a call in a text, or of text that may still become a call.
 
     Attributes:
         start, end: the characters of the call, including its markers.
-        call: the call; None if it is not yet known whether there is one.
+        call: the call; None if the text may still become a call.
     """
 
     start: int
@@ -85,7 +85,7 @@ class CallSpan:
 
 @dataclasses.dataclass(frozen=True)
 class Notation:
-    """The pieces of text that calls consist of, apart from names and arguments.
+    """The fixed text around the names and arguments of calls.
 
     Attributes:
         opening: the text before the first call.
@@ -118,7 +118,7 @@ class ToolFormat(abc.ABC):
         special_tokens: the tokens that delimit calls. A detokenizer hides those that are special tokens.
         notation: the text in which calls are written.
         optional_opening: text that models may write before the opening.
-        plain_start: a regular expression for the characters that free text may start with; None for any characters.
+        plain_start: a regular expression for the first character of free text; None for any character.
     """
 
     name: ClassVar[str]
@@ -127,30 +127,30 @@ class ToolFormat(abc.ABC):
     optional_opening: ClassVar[str] = ""
     plain_start: ClassVar[str | None] = None
 
-    def parse(self, text: str, names: Collection[str], is_whole: bool) -> Reply:
+    def parse(self, text: str, names: Collection[str], is_complete: bool) -> Reply:
         """Split the text of an output into content and calls.
 
-        The replies to growing prefixes of a text only grow: the content, the number of calls and each call's arguments.
-        Text that may still become part of a call is therefore held back until `is_whole`. Text that looks like a call
-        of an unknown function, or that is not JSON, is content. Whitespace next to calls is dropped, and a line break
-        separates pieces of content that had calls between them.
+        As the text grows, the content, the number of calls and each call's arguments only grow. Text that may still
+        become part of a call is therefore held back until `is_complete`. Text that looks like a call of an unknown
+        function, or that is not JSON, is content. Whitespace next to calls is dropped. A line break separates pieces
+        of content that had calls between them.
 
         Args:
             text: the text so far.
             names: the names of the functions that may be called.
-            is_whole: whether the text has ended. An incomplete call then keeps its incomplete arguments.
+            is_complete: whether the text has ended. An incomplete call then keeps its incomplete arguments.
         """
         content, calls, before, at, visible = "", list[ToolCall](), list[int](), 0, len(text)
         while (span := self.next_call(text, at, names)) is not None:
             if span.call is None:
-                visible = len(text) if is_whole else span.start
+                visible = len(text) if is_complete else span.start
                 break
             piece = text[at : span.start].rstrip()
             content = _joined(content, piece.lstrip() if calls else piece)
             calls.append(span.call)
             before.append(len(content))
             at = span.end
-        rest = text[at:visible] if is_whole else text[at:visible].rstrip()
+        rest = text[at:visible] if is_complete else text[at:visible].rstrip()
         return Reply(_joined(content, rest.lstrip() if calls else rest), tuple(calls), tuple(before))
 
     @abc.abstractmethod
@@ -172,7 +172,7 @@ def next_marked(
     text: str,
     at: int,
     marker: str,
-    read: Callable[[str, int], Reading],
+    read: Callable[[str, int], ParseResult],
 ) -> CallSpan | None:
     """Return the first call that follows a marker, or the first text that may become one.
 
@@ -183,10 +183,10 @@ def next_marked(
         read: a function that reads a call after the marker.
     """
     while (start := text.find(marker, at)) >= 0:
-        reading = read(text, start + len(marker))
-        if reading.call is not None or reading.is_undecided:
-            return CallSpan(start, reading.end, reading.call)
-        at = reading.end
+        result = read(text, start + len(marker))
+        if result.call is not None or result.is_undecided:
+            return CallSpan(start, result.end, result.call)
+        at = result.end
     for length in range(min(len(marker) - 1, len(text) - at), 0, -1):
         if text.endswith(marker[:length]):
             return CallSpan(len(text) - length, len(text), None)
@@ -194,5 +194,5 @@ def next_marked(
 
 
 def _joined(content: str, piece: str) -> str:
-    """Return content and another piece of it, which had a call before it if there is any content."""
+    """Join two pieces of content that had a call between them."""
     return "\n".join(filter(None, (content, piece)))

@@ -13,22 +13,22 @@ from jspec.serve.tools.tool_format import FunctionTool, ToolFormat
 MOST_CALLS = 16
 _COMPACT: dict[str, Json] = {"whitespace_flexible": False, **ONE_SPELLING}  # as `Grammars.json_schema` writes answers
 _SPACED: dict[str, Json] = {**_COMPACT, "item_separator": ", ", "key_separator": ": "}
-# The parts of a call's JSON that llguidance writes separately.
+# The lexemes of a call's JSON in llguidance's JSON grammar.
 _LEXEMES = re.compile(r'"[^"]*"|[:,] |[^][{}":,]+|.', re.DOTALL)
 
 
 def marker_ids(format: ToolFormat, tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of the format's markers that are tokens of their own, by text.
 
-    These need not be special tokens: those of Qwen 2.5 are not. llguidance treats added tokens such as ``<tool_call>``
-    as special all the same, so a grammar that spells them as text never lets a model write them.
+    Markers need not be special tokens: those of Qwen 2.5 are not. However, llguidance treats all added tokens, such as
+    ``<tool_call>``, as special. A grammar that spells such a marker as text would not allow the marker's token.
     """
     vocabulary = tokenizer.get_vocab()
     return {text: vocabulary[text] for text in format.special_tokens if text in vocabulary}
 
 
 def text_ids(format: ToolFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the added tokens that text shows, such as ``<think>``, without the format's markers."""
+    """Return the added tokens that decoded text shows, such as ``<think>``, except the format's markers."""
     backend = cast("_Backend | None", getattr(tokenizer, "backend_tokenizer", None))
     added: Mapping[int, _AddedToken] = {} if backend is None else backend.get_added_tokens_decoder()
     return tuple(i for i, token in added.items() if not token.special and token.content not in format.special_tokens)
@@ -65,13 +65,13 @@ def grammar(
     A call names one of the functions, and its arguments satisfy the function's schema.
 
     Args:
-        format: the notation of calls.
-        tools: the functions, at least one.
+        format: the call notation.
+        tools: one or more functions.
         tokens: the ids of the markers that are tokens of their own, from `marker_ids`. Other markers are ordinary text.
         text_ids: tokens that free text may contain although llguidance treats them as special.
         is_required: whether the output consists of calls. Otherwise, it may also be text, or text and then calls. If
             calls have no marker, no text precedes them.
-        is_parallel: whether there may be several calls, up to `MOST_CALLS`.
+        is_parallel: whether the output may contain several calls, up to `MOST_CALLS`.
         answer: the JSON schema of an output without calls; None for free text. With a schema, no text precedes calls.
     """
     writer = _Writer(format, tokens, splits_json=answer is not None and not is_required)
@@ -89,7 +89,7 @@ class _Writer:
     """A writer of the rules for calls.
 
     Args:
-        format: the notation of calls.
+        format: the call notation.
         tokens: the ids of the markers that are tokens of their own, by text.
         splits_json: whether to write the JSON of a call as the lexemes of a JSON grammar. llguidance's lexer always
             takes the longest lexeme, so a longer literal would hide other JSON that starts with the same characters.
@@ -137,7 +137,7 @@ class _Writer:
         )
 
     def _literal(self, text: str) -> str:
-        """Return the notation for a fixed text, in which tokens are ids."""
+        """Return the grammar of a fixed text, with the markers' token ids."""
         markers = "|".join(map(re.escape, self._tokens)) or "$^"
         pieces = [piece for piece in re.split(f"({markers})", text) if piece]
         return " ".join(
@@ -150,11 +150,11 @@ class _Writer:
 
 
 def _escaped(text: str) -> str:
-    """Return the text as a regular expression between slashes."""
+    """Return a regular expression, to be put between slashes, that matches the text."""
     return re.escape(text).replace("/", r"\/")
 
 
 def _json(schema: Json, options: Mapping[str, Json]) -> str:
-    """Return the notation for JSON that satisfies a schema."""
+    """Return the grammar of JSON that satisfies a schema."""
     fields = cast(Mapping[str, Json], schema)
     return f"%json {json.dumps({**fields, 'x-guidance': options})}"

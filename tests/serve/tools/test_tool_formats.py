@@ -1,4 +1,4 @@
-"""Calls in outputs are read as far as they have been written, and nothing else in an output is lost."""
+"""Incomplete calls in outputs are parsed, and no other text of an output is lost."""
 
 import itertools
 import json
@@ -150,15 +150,15 @@ CASES = [(kind, *case) for kind, cases in TABLE.items() for case in cases]
 
 @pytest.mark.parametrize("kind, text, content, calls", CASES)
 def test_output_is_split_into_content_and_calls(kind, text, content, calls):
-    reply = kind().parse(text, NAMES, is_whole=True)
+    reply = kind().parse(text, NAMES, is_complete=True)
     assert (reply.content, [(call.name, call.arguments) for call in reply.calls]) == (content, calls)
     check_growth(kind(), text, range(len(text)))
 
 
 def check_growth(form, text, ends):
     """Check that replies to prefixes of the text only grow, up to the reply to the whole text."""
-    replies = [form.parse(text[:end], NAMES, is_whole=False) for end in ends]
-    for before, after in itertools.pairwise([*replies, form.parse(text, NAMES, is_whole=True)]):
+    replies = [form.parse(text[:end], NAMES, is_complete=False) for end in ends]
+    for before, after in itertools.pairwise([*replies, form.parse(text, NAMES, is_complete=True)]):
         assert after.content.startswith(before.content)
         assert len(after.calls) >= len(before.calls)
         for old, new in zip(before.calls, after.calls, strict=False):
@@ -195,7 +195,7 @@ def test_replies_to_growing_text_only_grow(form, data):
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_calls_of_unknown_functions_are_content(form, text):
-    reply = form.parse(text, set(), is_whole=True)
+    reply = form.parse(text, set(), is_complete=True)
     assert reply.content == text and reply.calls == ()
 
 
@@ -221,20 +221,20 @@ CALLS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(calls=CALLS)
 def test_written_calls_are_read_back(form, calls):
-    reply = form.parse(form.notation.write(calls), NAMES, is_whole=True)
+    reply = form.parse(form.notation.write(calls), NAMES, is_complete=True)
     assert reply.content == "" and list(reply.calls) == calls
 
 
 def test_json_answer_of_llama_is_shown_before_it_ends():
-    assert Llama3().parse('{"answer": 1, "why": "Be', NAMES, is_whole=False).content == '{"answer": 1, "why": "Be'
-    assert Llama3().parse('{"type": "function", "id": "x', NAMES, is_whole=False).content == ""
+    assert Llama3().parse('{"answer": 1, "why": "Be', NAMES, is_complete=False).content == '{"answer": 1, "why": "Be'
+    assert Llama3().parse('{"type": "function", "id": "x', NAMES, is_complete=False).content == ""
 
 
 def test_long_arguments_are_scanned_at_once():
-    """A text of many kilobytes is read by a few regular-expression matches for each string or bracket."""
+    """A text of many kilobytes takes only a few regular-expression matches for each string or bracket."""
     arguments = json.dumps({"code": 'print("{")\n' * 30_000})
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}'
-    assert Hermes().parse(text, NAMES, is_whole=False).calls == (ToolCall("f", arguments),)
+    assert Hermes().parse(text, NAMES, is_complete=False).calls == (ToolCall("f", arguments),)
 
 
 def test_ids_have_the_form_that_templates_require():

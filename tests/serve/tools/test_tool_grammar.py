@@ -71,7 +71,7 @@ ANSWER = {
     "additionalProperties": False,
 }
 FORMATS = [Hermes(), Llama3(), Mistral(), Mistral(has_space=False), MistralArgs()]
-# How a tokenizer holds the markers: not at all, or as added tokens that are special or not, such as those of Qwen 2.5.
+# How a tokenizer encodes the markers: as text, as special tokens, or as other added tokens, as Qwen 2.5's does.
 each_kind = pytest.mark.parametrize("special", [None, False, True], ids=["text", "added", "special"])
 each = pytest.mark.parametrize("form", FORMATS, ids=["hermes", "llama3", "mistral", "nemo", "mistral-args"])
 END = 256
@@ -111,7 +111,7 @@ class Case:
         return self.form.notation.write(calls)
 
     def parse(self, text):
-        return self.form.parse(text, NAMES, is_whole=True)
+        return self.form.parse(text, NAMES, is_complete=True)
 
 
 def allowed(matcher):
