@@ -248,12 +248,15 @@ class GrammarMasks(MaskSource):
         self._num_sent, self._count, self._is_open = 0, 0, True
         connection.settimeout(_MASK_SECONDS)
         weakref.finalize(self, connection.close)
+        self._send((), (), ())  # the process starts and computes its slow first mask while the prompt is prefilled
 
     def ask(self, text: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
-        question = json.dumps([[*text[self._num_sent :]], [*drafted], [*parents]]).encode()
-        self._num_sent, self._count = len(text), len(drafted) + 1
+        new, self._num_sent, self._count = text[self._num_sent :], len(text), len(drafted) + 1
+        self._send(new, drafted, parents)
+
+    def _send(self, new: Sequence[int], drafted: Sequence[int], parents: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # the process has ended, which `masks` reports
-            worker.send(self._connection, question)
+            worker.send(self._connection, json.dumps([[*new], [*drafted], [*parents]]).encode())
 
     def masks(self) -> DraftMasks:
         answer = self._answer()
@@ -281,8 +284,11 @@ class GrammarMasks(MaskSource):
     def _answer(self) -> bytes | None:
         """Return the process's answer, or None if the process has ended or takes too long."""
         try:
-            self._process = self._process or worker.receive(self._connection)
-            return worker.receive(self._connection) if self._process else None
+            if self._process is None:
+                self._process = worker.receive(self._connection)
+                if not self._process or worker.receive(self._connection) is None:  # the first mask, asked for early
+                    return None
+            return worker.receive(self._connection)
         except TimeoutError:
             _kill(self._process)
         except OSError:  # the compiler has ended
