@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import aiohttp
-from checks import QUESTION, TOOL_QUESTION, Program
+from checks import MOST_TOKENS, QUESTION, TOOL_QUESTION, Program
 
 program = Program("aiohttp", "Open WebUI's requests, aiohttp")
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}
@@ -106,8 +106,8 @@ for task, key in (("a title", "title"), ("1 to 3 tags", "tags"), ("3 follow-up q
     @program.check(f"generation of {task}", task, key)
     async def _(task: str, key: str) -> None:
         prompt = f'### Task:\nGenerate {task} for this chat.\n### Output:\nJSON format: {{ "{key}": ... }}\n{HISTORY}'
-        limit: Any = {"max_completion_tokens": 1000} if key == "title" else {}
-        found = await answer({}, messages=[{"role": "user", "content": prompt}], stream=False, **limit)
+        messages = [{"role": "user", "content": prompt}]
+        found = await answer({}, messages=messages, stream=False, max_completion_tokens=MOST_TOKENS)
         assert found["content"]
 
 
