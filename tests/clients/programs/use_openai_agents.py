@@ -27,7 +27,7 @@ class City(BaseModel):
 
 def agent(**options: Any) -> Agent:
     """Return an agent whose answers are limited in length."""
-    options = {"model_settings": ModelSettings(max_tokens=MOST_TOKENS)} | options
+    options = {"model_settings": ModelSettings(max_tokens=MOST_TOKENS, temperature=0.0)} | options
     return Agent(name="assistant", instructions="Be brief.", model=program.model, **options)
 
 
