@@ -14,7 +14,7 @@ from convert.generation_config import SamplingDefaults, parse_sampling
 from jspec.models import sampling_defaults as model_sampling
 from jspec.serve import parse_request
 from jspec.serve.schemas import CompletionBody
-from jspec.serve.validation import understood
+from jspec.serve.validation import validated
 from support import gguf_files, text_pair
 from support.checkpoints import raw_config
 
@@ -202,7 +202,7 @@ def test_request_fields_override_single_defaults():
     served = types.SimpleNamespace(target=types.SimpleNamespace(config=config))
 
     def sampling(**fields):
-        body = understood(CompletionBody, {"model": "x", "prompt": "a"} | fields)
+        body = validated(CompletionBody, {"model": "x", "prompt": "a"} | fields)
         return parse_request._sampling(served, body)
 
     own = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
