@@ -1,4 +1,4 @@
-"""What idle room costs: short requests in an engine with short caches and in one with long caches."""
+"""The cost of long caches for short requests."""
 
 import contextlib
 from collections.abc import Callable

@@ -17,27 +17,13 @@ from jspec.serve.fields import (
     WholeNumber,
     invalid_fields,
     invalid_value,
+    text_parts,
 )
 from jspec.serve.schemas import Body
 from jspec.serve.tools.tool_format import FunctionTool
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MODES = ("none", "auto", "required")
-
-
-def _parts(value: Json) -> Json:
-    """Convert a string to a list of parts, and a refusal part to a text part."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list):
-        return [_as_text(part) if isinstance(part, dict) else part for part in value]
-    return value
-
-
-def _as_text(part: dict[str, Json]) -> dict[str, Json]:
-    if part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
-        return {"type": "text", "text": part["refusal"]}
-    return part
 
 
 class Part(Strict):
@@ -47,6 +33,9 @@ class Part(Strict):
 
     type: Literal["text"]
     text: str
+
+
+_Parts = Annotated[list[Part], FailFast(), BeforeValidator(text_parts("text")), Field(max_length=MOST_PARTS)]
 
 
 class CalledFunction(Strict):
@@ -80,9 +69,7 @@ class Message(Strict):
     no_effect = MappingProxyType({"tool_calls": ([],), "refusal": ("",)})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], FailFast(), BeforeValidator(_parts), Field(max_length=MOST_PARTS)] = Field(
-        default_factory=list[Part]
-    )
+    content: _Parts = Field(default_factory=list[Part])
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -57,6 +57,8 @@ class ConstraintCompiler:
         kept = self._kept.pop(constraint.key, None)
         if kept is not None and kept.is_ready:
             return kept
+        if kept is not None:
+            kept.close()
         try:
             return await to_thread.run_sync(constraint.compile, grammars, limiter=self._threads)
         except RuntimeError:  # too many processes may be running

@@ -3,7 +3,7 @@
 Null fields, and fields that cannot change the output, count as missing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, LiteralString, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -55,6 +55,26 @@ def _as_int(value: Json) -> Json:
 
 
 WholeNumber = Annotated[int, BeforeValidator(_as_int)]  # many clients write whole numbers with a decimal point
+
+
+def text_parts(kind: str) -> Callable[[Json], Json]:
+    """Return a function that converts a string to a list of one part, and refusal parts to text parts.
+
+    Args:
+        kind: the type of text parts.
+    """
+
+    def text_part(part: Json) -> Json:
+        if isinstance(part, dict) and part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
+            return {"type": kind, "text": part["refusal"]}
+        return part
+
+    def parts(value: Json) -> Json:
+        if isinstance(value, str):
+            return [{"type": kind, "text": value}]
+        return [text_part(part) for part in value] if isinstance(value, list) else value
+
+    return parts
 
 
 def invalid_value(sentence: str) -> PydanticCustomError:

@@ -8,24 +8,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 
 from jspec.core.types import Json
-from jspec.serve.fields import MOST_PARTS, Strict, invalid_value
+from jspec.serve.fields import MOST_PARTS, Strict, invalid_value, text_parts
 
 STATELESS = "responses are not stored, so send the whole conversation as input"
-
-
-def _texts(value: Json) -> Json:
-    """Convert a string to a list of parts, and a refusal part to a text part."""
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if isinstance(value, list):
-        return [_as_text(part) if isinstance(part, dict) else part for part in value]
-    return value
-
-
-def _as_text(part: dict[str, Json]) -> dict[str, Json]:
-    if part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
-        return {"type": "output_text", "text": part["refusal"]}
-    return part
 
 
 class TextPart(Strict):
@@ -37,7 +22,7 @@ class TextPart(Strict):
     text: str
 
 
-_Texts = Annotated[list[TextPart], FailFast(), BeforeValidator(_texts), Field(max_length=MOST_PARTS)]
+_Texts = Annotated[list[TextPart], FailFast(), BeforeValidator(text_parts("input_text")), Field(max_length=MOST_PARTS)]
 
 
 class InputMessage(Strict):

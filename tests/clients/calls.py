@@ -126,7 +126,7 @@ def main() -> None:
     )
     texts = [[choice.message.tool_calls[0].function.arguments for choice in part] for part in found]
     same = sum(one == other for one, other in zip(*texts, strict=True))
-    report.tell("... whose arguments are the same without a draft", f"{same}", same == options.calls)
+    report.tell("required calls with the same arguments without a draft", f"{same}", same == options.calls)
     with served(["smollm2", "--max-length", "2048"]) as (url, _):
         plain, calling = asyncio.run(first_chunks(url, options.turns))
     report.tell(

@@ -1,4 +1,4 @@
-"""What the programs share: a line per check. They run with their client's Python, so this file needs nothing else."""
+"""Checks that print one line each. The programs run with their client's Python, so this file imports no package."""
 
 import asyncio
 import importlib.metadata
