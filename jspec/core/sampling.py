@@ -3,11 +3,11 @@
 
 Target and draft use the same pipeline, in both plain and speculative decoding. Transforms apply in the same order as in
 transformers: logit bias, repetition penalty, frequency and presence penalties (as in vLLM), temperature, top-k, top-p,
-min-p. Ties are also resolved as in transformers, provided that its sort is stable. Thresholds are found by bisection
-over the bits of a float, which is exact and avoids sorting the vocabulary.
+min-p. Ties are also resolved as in transformers, provided that its sort is stable.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
@@ -16,11 +16,11 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
+from jspec.core.filters import UsedFilters, keep_top_k, nucleus, used_filters
 from jspec.core.row_ops import prefix_mask, tally
-from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree, pytree
 
 PerRequest: TypeAlias = ArrayLike | Sequence[float]  # one number for all requests, or one for each
@@ -223,8 +223,7 @@ def token_probs(
     Returns:
         ``float32[B, S, V]``. Each row sums to 1, or is all 0 if its logits are invalid (NaN, +inf, or all -inf).
     """
-    logits = _biased(logits, transforms, token_counts, drafted, seen)
-    return jax.vmap(jax.vmap(_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+    return _map_positions(_law, _biased(logits, transforms, token_counts, drafted, seen), transforms)
 
 
 def token_log_probs(
@@ -235,8 +234,14 @@ def token_log_probs(
     seen: Array | None = None,
 ) -> Array:
     """Return the logs of `token_probs`, which are finite and differentiable even if a probability underflows."""
-    logits = _biased(logits, transforms, token_counts, drafted, seen)
-    return jax.vmap(jax.vmap(_log_law, (0, None)))(logits, dataclasses.replace(transforms, bias=None))
+    return _map_positions(_log_law, _biased(logits, transforms, token_counts, drafted, seen), transforms)
+
+
+def _map_positions(law: Callable[..., Array], logits: Array, transforms: LogitsTransforms) -> Array:
+    """Apply `law` at every position of every row."""
+    used = used_filters(transforms.temperature, transforms.top_k, transforms.tail_mass)
+    rows = dataclasses.replace(transforms, bias=None)
+    return jax.vmap(jax.vmap(functools.partial(law, used=used), (0, None)))(logits, rows)
 
 
 def _biased(
@@ -280,23 +285,25 @@ def _penalise(logits: Array, counts: Array, prompt: Array, transforms: LogitsTra
     return logits
 
 
-def _law(logits: Array, transforms: LogitsTransforms) -> Array:
+def _law(logits: Array, transforms: LogitsTransforms, used: UsedFilters) -> Array:
     """Apply temperature and filters at one position, without batch axes: logits ``[V]`` to probabilities ``[V]``."""
-    largest, greedy, _, probs, keep = _filtered(logits, transforms)
+    largest, greedy, _, probs, keep = _filtered(logits, transforms, used)
     probs = jnp.where(keep, probs, 0)
     probs = jnp.where(transforms.temperature > 0, probs / probs.sum(), greedy)
     return jnp.where(jnp.isfinite(largest), probs, 0)
 
 
-def _log_law(logits: Array, transforms: LogitsTransforms) -> Array:
+def _log_law(logits: Array, transforms: LogitsTransforms, used: UsedFilters) -> Array:
     """Return the logs of `_law`."""
-    largest, greedy, scaled, _, keep = _filtered(logits, transforms)
+    largest, greedy, scaled, _, keep = _filtered(logits, transforms, used)
     sampled = jnp.where(keep, scaled - jnp.log(jnp.where(keep, jnp.exp(scaled), 0).sum()), -jnp.inf)
     log_probs = jnp.where(transforms.temperature > 0, sampled, jnp.where(greedy > 0, 0.0, -jnp.inf))
     return jnp.where(jnp.isfinite(largest), log_probs, -jnp.inf)
 
 
-def _filtered(logits: Array, transforms: LogitsTransforms) -> tuple[Array, Array, Array, Array, Array]:
+def _filtered(
+    logits: Array, transforms: LogitsTransforms, used: UsedFilters
+) -> tuple[Array, Array, Array, Array, Array]:
     """Return the largest logit, its place as one-hot, the scaled logits, their softmax, and which tokens are kept."""
     largest, index = jnp.max(logits), jnp.arange(logits.size)
     # Find the first maximum without argmax, which takes three times as long on CPU as two plain reductions.
@@ -304,47 +311,11 @@ def _filtered(logits: Array, transforms: LogitsTransforms) -> tuple[Array, Array
     # Subtract the maximum first, so that a tiny temperature cannot overflow.
     scaled = (logits - largest) / jnp.where(transforms.temperature > 0, transforms.temperature, 1)
     if transforms.top_k is not None:
-        scaled = jnp.where(scaled >= _kth_largest(scaled, transforms.top_k), scaled, -jnp.inf)
+        scaled = keep_top_k(scaled, transforms.top_k, used)
     probs = jax.nn.softmax(scaled)
-    keep = jnp.ones(probs.shape, bool)
+    keep = probs >= 0
     if transforms.tail_mass is not None:
-        keep &= _nucleus(probs, transforms.tail_mass)
+        keep = nucleus(probs, transforms.tail_mass, used)
     if transforms.min_p is not None:
         keep &= probs >= transforms.min_p * jnp.max(probs)
     return largest, greedy, scaled, probs, keep
-
-
-def _kth_largest(values: Array, k: float | Array | np.ndarray) -> Array:
-    """Return the k-th largest of ``values[V]``, or -inf if k is 0 or above V."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
-    # Flip all bits of negative floats and the sign bit of the others, so that unsigned order equals float order.
-    order = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    threshold = _largest_where(lambda candidate: jnp.sum(order >= candidate).astype(jnp.float32) >= k, order)
-    kth = jnp.min(jnp.where(order >= threshold, values, jnp.inf))
-    return jnp.where((k > 0) & (k <= values.size), kth, -jnp.inf)
-
-
-def _nucleus(probs: Array, tail_mass: float | Array | np.ndarray) -> Array:
-    """Return a mask of the tokens that top-p keeps.
-
-    Top-p drops the least likely tokens, up to a total probability of `tail_mass`. Ties are broken by index.
-    """
-    bits = lax.bitcast_convert_type(probs, jnp.uint32)  # in the order of the floats, because none is negative
-    below: Callable[[Array], Array] = lambda candidate: jnp.sum(jnp.where(bits < candidate, probs, 0))  # noqa: E731
-    threshold = _largest_where(lambda candidate: below(candidate) <= tail_mass, bits)
-    tied = bits == threshold
-    dropped_with_ties = below(threshold) + jnp.cumsum(jnp.where(tied, probs, 0))
-    keep = (bits > threshold) | (tied & (dropped_with_ties > tail_mass))
-    last_largest = probs.size - 1 - jnp.argmax(probs[::-1])
-    return keep | (~jnp.any(keep) & (jnp.arange(probs.size) == last_largest))
-
-
-def _largest_where(holds: Callable[[Array], Array], values: Array) -> Array:
-    """Return the largest uint32 for which `holds`, which reads `values`, is true. Larger numbers must make it false."""
-
-    def try_bit(i: Array, found: Array) -> Array:
-        # With jax.disable_jit, `i` is a Python int.
-        candidate = found | (jnp.uint32(1 << 31) >> jnp.asarray(i).astype(jnp.uint32))
-        return jnp.where(holds(candidate), candidate, found)
-
-    return cast("Array", lax.fori_loop(0, 32, try_bit, vary_like(jnp.uint32(0), values)))

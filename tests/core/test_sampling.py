@@ -211,6 +211,25 @@ def test_omitted_filters_equal_disabled_filters():
     np.testing.assert_allclose(written_out, left_out, atol=1e-7)
 
 
+@pytest.mark.parametrize("used", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}])
+def test_filters_of_other_rows_change_no_distribution(used):
+    """A filter runs if any row uses it. Rows that do not use it, and greedy rows, are the same with and without it."""
+    logits = random_logits(np.random.default_rng(6), tied=True)
+    rows = [{}, {"temperature": 0.0, "top_p": 0.5, "top_k": 2}, {"min_p": 0.1}, used] * (ROWS // 4)
+    prompt, lengths = np.zeros((ROWS, 1), np.int32), jnp.ones(ROWS, jnp.int32)
+    found = shipped(logits, params_of(rows, VOCAB), prompt, lengths)
+    expected = [law(row, **params) for row, params in zip(logits, rows, strict=True)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_unused_filters_do_not_run():
+    """The bisections run only in branches, whose conditions are shared by all rows."""
+    rows = broadcast_rows(target_transforms(SamplingParams(top_k=np.zeros(ROWS), top_p=np.ones(ROWS))), ROWS)
+    program = jax.make_jaxpr(token_probs)(jnp.zeros((ROWS, 2, VOCAB)), rows, None)
+    names = [equation.primitive.name for equation in program.eqns]
+    assert names.count("cond") == 2 and not {"scan", "while"} & {*names}
+
+
 def test_draft_may_have_its_own_temperature_and_top_p():
     params = SamplingParams(temperature=0.5, top_k=3, draft_temperature=0.9, draft_top_p=0.75)
     assert draft_transforms(params) == LogitsTransforms(np.float32(0.9), 3, 0.25, None, None, None, None, None)

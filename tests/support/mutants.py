@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jspec.acceptance import block, coupled, rejection, traversal, walk
-from jspec.core import keys, probs, sampling
+from jspec.core import filters, keys, probs, sampling
 from jspec.decoding import round as rounds
 from jspec.decoding import verify as verification
 from jspec.drafters import Context, Draft, FallbackDrafter, base, drafts
@@ -136,7 +136,7 @@ def top_p_after_the_residual(patch):
 
     def mutant(*args):
         law = next_probs(*args)
-        law = jnp.where(jax.vmap(sampling._nucleus)(law, cut.pop()), law, 0)
+        law = jnp.where(jax.vmap(filters._nucleus)(law, cut.pop()), law, 0)
         return law / law.sum(-1, keepdims=True)
 
     patch(verification, "token_probs", uncut)
