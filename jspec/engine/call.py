@@ -17,7 +17,7 @@ class Call:
     Attributes:
         decoding: the decoding requests, by slot.
         num_caught_up: each request's `num_caught_up` at dispatch, by slot.
-        back_to_back: whether another call was running at dispatch.
+        dispatched_at: when the call was dispatched, by `time.perf_counter`.
         alone: whether no prefill ran between the previous call and this one.
         rounds: the number of rounds in a full call.
     """
@@ -26,6 +26,6 @@ class Call:
     decoding: dict[int, ActiveRequest]
     num_caught_up: dict[int, int]
     kind: Kind
-    back_to_back: bool
+    dispatched_at: float
     alone: bool
     rounds: int

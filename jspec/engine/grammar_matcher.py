@@ -105,7 +105,7 @@ class LLGuidance:
         if self._matcher.is_error():
             error = self._matcher.get_error()
             raise DeadEnd if "NoExtension" in error else RuntimeError(sentence(error))
-        if not any(bits):
+        if bits == bytes(len(bits)):
             raise DeadEnd
         return bits
 

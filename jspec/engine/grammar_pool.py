@@ -218,9 +218,7 @@ class CompiledGrammar:
         with self._lock:
             if self._is_closed or not self.is_alive:
                 return False
-            ended = (
-                select.poll()
-            )  # the grammar's process sends nothing, so its connection is readable only after the process has ended
+            ended = select.poll()  # the process sends nothing, so its connection is readable only after it has ended
             ended.register(self._connection, select.POLLIN)
             return not ended.poll(0)
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
+from time import perf_counter
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Loop:
         self._ended_constraints: list[int] = []
         self._unused_constraints: list[int] = []
         self._in_flight: deque[Call] = deque()
+        self._last_kind: Kind | None = None
         self._stop = np.zeros(self._sizes.slots, bool)
         self._failures = 0
         self.cancel_all = False  # whether to cancel all requests
@@ -126,6 +128,9 @@ class Loop:
 
     def _turn(self) -> None:
         compile_seconds = self._runner.compile_seconds
+        # On a CPU, dispatching constrained rounds waits for them. Deliver their output before the next dispatch.
+        while self._in_flight and self._in_flight[0].packed.is_ready:
+            self._collect(self._in_flight.popleft())
         self._drop_cancelled()
         self._admit()
         repeated_length = self._plan_repeat()
@@ -171,24 +176,24 @@ class Loop:
             self._stop[slot] = False  # reassigning the slot has already stopped it
 
     def _plan_repeat(self) -> int | None:
-        """Return the running call's draft length if it is time to repeat that call undisturbed, to measure its cost.
+        """Return the last call's draft length if it is time to repeat that call undisturbed, to measure its cost.
 
         Without such repeats, the cost of a round would never be measured while requests keep waiting or prefilling.
         """
-        if not self._in_flight or not (decoding := self._scheduler.decoding()):
+        if self._last_kind is None or not (decoding := self._scheduler.decoding()):
             return None
-        num_draft_tokens, variant, num_slots = kind = self._in_flight[-1].kind
+        num_draft_tokens, variant, num_slots = kind = self._last_kind
         is_alike = self._call_shape(dict(decoding)) == (num_slots, variant)
         return num_draft_tokens if is_alike and self.round_budget.is_stale(kind) else None
 
     def _plan(self, decoding: dict[int, ActiveRequest], repeated_length: int | None) -> Kind:
-        """Return the kind of the next call. Before the drafter has read text, the draft length is 0 if possible."""
+        """Return the kind of the next call. The first token of new requests needs no draft: it comes sooner without."""
         num_slots, variant = self._call_shape(decoding)
         if repeated_length is not None:
             return repeated_length, variant, num_slots
         lengths = self._runner.lengths(variant, num_slots)
         is_first = not any(active.has_decoded for active in decoding.values())
-        if is_first and self._runner.reads_separately and 0 in lengths:
+        if is_first and 0 in lengths:
             return 0, variant, num_slots
         # The warm-up measures no constrained rounds: use unconstrained costs until constrained ones are measured
         # several times. After one disturbed measurement, the engine might not draft for hundreds of calls.
@@ -224,12 +229,13 @@ class Loop:
         frees_slots = bool(self._scheduler.waiting and not undisturbed)
         stop_when_done = np.isin(np.arange(self._sizes.slots), [*decoding]) & frees_slots
         rows = self._sizes.rows(self._slots_to_run(decoding), num_slots)
+        dispatched_at = perf_counter()
         packed = self._runner.decode_rounds(num_draft_tokens, rounds, self._stop.copy(), variant, stop_when_done, rows)
         self._stop[:] = False
         num_caught_up = {slot: active.num_caught_up for slot, active in decoding.items()}
-        back_to_back, alone = bool(self._in_flight), not self._prefill.has_run
-        self._in_flight.append(Call(packed, decoding, num_caught_up, kind, back_to_back, alone, full_rounds))
-        self._prefill.has_run = False
+        alone = not self._prefill.has_run
+        self._in_flight.append(Call(packed, decoding, num_caught_up, kind, dispatched_at, alone, full_rounds))
+        self._last_kind, self._prefill.has_run = kind, False
 
     def _collect(self, call: Call) -> None:
         """Wait for a call's output, and deliver it to the requests that the call was dispatched for."""
@@ -239,7 +245,7 @@ class Loop:
         outputs = unpack(call.packed, call.decoding, num_top, top_slots)
         rounds = max((len(output.accepted) for output in outputs.values()), default=0)
         # A call that was cut short for a waiting request spreads its fixed cost over fewer rounds.
-        self.round_budget.record_call(call.kind, rounds, call.back_to_back, call.alone and rounds == call.rounds)
+        self.round_budget.record_call(call.kind, rounds, call.dispatched_at, call.alone and rounds == call.rounds)
         self._record_acceptance(outputs, num_draft_tokens)
         for slot, active in call.decoding.items():
             if active.result.finish_reason is None:
@@ -308,6 +314,7 @@ class Loop:
         running, waiting = self.running_requests, self._scheduler.waiting
         self._scheduler = Scheduler(self._sizes.slots)
         self._in_flight.clear()
+        self._last_kind = None
         self._ended_constraints, self._unused_constraints = [], []
         self._stop[:] = False
         return running, waiting

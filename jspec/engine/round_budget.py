@@ -1,5 +1,6 @@
 """The number of rounds per call: enough to make the overhead small, and few enough to keep waiting times short."""
 
+import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable
@@ -25,8 +26,7 @@ class RoundBudget:
         self._measured_alone: set[Hashable] = set()
         self._num_measured: Counter[Hashable] = Counter()
         self._calls_since: Counter[Hashable] = Counter()
-        self._last_end: float | None = None
-        self._excluded = 0.0
+        self._last_end, self._excluded = -math.inf, 0.0
 
     def rounds(self, kind: Hashable) -> int:
         """Return the number of rounds for the next call of a kind. Rounds of one kind cost about the same."""
@@ -57,20 +57,17 @@ class RoundBudget:
         """
         self._excluded += seconds
 
-    def record_call(self, kind: Hashable, rounds: int, back_to_back: bool, alone: bool) -> None:
-        """Record the end of a call of `rounds` rounds. If `back_to_back`, it began when the previous call ended.
+    def record_call(self, kind: Hashable, rounds: int, dispatched_at: float, alone: bool) -> None:
+        """Record the end of a call of `rounds` rounds. It began at its dispatch, or when the previous call ended.
 
         A call that did not run `alone`, because of prefill before it, counts only until another call has run alone.
         """
         now, excluded = perf_counter(), self._excluded
+        seconds = now - max(dispatched_at, self._last_end)
         self._calls_since[kind] += 1
-        self._excluded = 0.0
-        if self._last_end is None or excluded > _MAX_EXCLUDED * (now - self._last_end):
-            self._last_end = now
-            return
-        if back_to_back and rounds:
-            self.record(kind, (now - self._last_end) / rounds, alone)
-        self._last_end = now
+        self._last_end, self._excluded = now, 0.0
+        if rounds and excluded <= _MAX_EXCLUDED * seconds:
+            self.record(kind, seconds / rounds, alone)
 
     def record(self, kind: Hashable, seconds: float, alone: bool = True) -> None:
         """Record a kind's cost per round. Use a call that did not run `alone` only until another call has run alone.

@@ -29,6 +29,11 @@ class Packed:
     integers: Array
     floats: Array
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the output can be read without waiting."""
+        return self.integers.is_ready()
+
 
 @pytree
 class Scores:

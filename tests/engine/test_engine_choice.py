@@ -29,7 +29,7 @@ class Requests:
         self.rng, self.rounds = np.random.default_rng(seed), [[] for _ in rates]
         self.round_budget, self.now, self.calls = RoundBudget(max_rounds=1, seconds=1.0), 0.0, 0
         with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: 0.0):
-            self.round_budget.record_call(None, 1, False, True)
+            self.round_budget.record_call(None, 0, 0.0, True)
         for k in LENGTHS * 3:  # like `warm_up`
             self.round_budget.record(k, costs[k] * np.exp(noise * self.rng.normal()) * (1 if k else biased))
 
@@ -45,7 +45,7 @@ class Requests:
             each *= self.by if self.rng.random() < self.disturbed else 1
             self.now, seconds = self.now + each * (self.more if self.calls // self.busy % 2 else 1), seconds + each
             with unittest.mock.patch("jspec.engine.round_budget.perf_counter", lambda: self.now):
-                self.round_budget.record_call(k, 1, True, True)
+                self.round_budget.record_call(k, 1, 0.0, True)
             found = [self.one(rate, k) for rate in self.rates]
             for row, accepted in zip(self.rounds, found, strict=True):
                 row.append((accepted, k))
@@ -116,10 +116,10 @@ def test_disturbed_first_cost_is_measured_again(monkeypatch):
     clock = iter(np.cumsum([0.0, 12.0, 1.0, 1.0]).tolist())
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     round_budget = RoundBudget(max_rounds=16, seconds=4.0)
-    round_budget.record_call("kind", 1, True, True)
-    round_budget.record_call("kind", 1, True, False)
+    round_budget.record_call("kind", 0, 0.0, True)
+    round_budget.record_call("kind", 1, 0.0, False)
     assert not round_budget.is_measured("kind") and round_budget.costs["kind"] == 12
-    round_budget.record_call("kind", 1, True, True)
+    round_budget.record_call("kind", 1, 0.0, True)
     assert round_budget.is_measured("kind") and round_budget.costs["kind"] == 1
 
 
@@ -184,11 +184,11 @@ def test_warm_up_measures_cost_of_each_kind(monkeypatch):
 
 
 def test_prefill_between_calls_is_not_counted_as_cost(monkeypatch):
-    clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
+    clock = iter([3.0, 4.0, 14.0, 25.0, 26.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(clock))
     round_budget = RoundBudget(max_rounds=16, seconds=4.0)
-    for at_once, alone in ((False, True), (True, True), (True, False), (False, True), (True, True)):
-        round_budget.record_call("kind", 1, at_once, alone)
+    for dispatched_at, alone in ((2.0, True), (2.5, True), (3.0, False), (24.0, True), (24.5, True)):
+        round_budget.record_call("kind", 1, dispatched_at, alone)
     assert (
         round_budget.costs == {"kind": 1.0} and round_budget.rounds("kind") == 4 and round_budget.rounds("another") == 1
     )
@@ -197,13 +197,13 @@ def test_prefill_between_calls_is_not_counted_as_cost(monkeypatch):
 def test_caller_time_between_calls_is_excluded(monkeypatch):
     round_budget, now = RoundBudget(1, 1.0), iter([0.0, 1.0, 2.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr("jspec.engine.round_budget.perf_counter", lambda: next(now))
-    for _ in range(3):
-        round_budget.record_call("kind", 1, True, True)
+    for rounds in (0, 1, 1):
+        round_budget.record_call("kind", rounds, 0.0, True)
     round_budget.exclude_time(97.0)
-    round_budget.record_call("kind", 1, True, True)
+    round_budget.record_call("kind", 1, 0.0, True)
     assert round_budget.costs == {"kind": 1.0} and len(round_budget._measurements["kind"]) == 1
     round_budget.exclude_time(0.2)  # a brief pause while the device keeps working
-    round_budget.record_call("kind", 1, True, True)
+    round_budget.record_call("kind", 1, 0.0, True)
     assert len(round_budget._measurements["kind"]) == 2 and round_budget.costs == {"kind": 1.0}
 
 

@@ -19,19 +19,32 @@ def make_active(request, listen=print):
 NUMBERS = 6  # per row and round, after tokens and origins
 
 
+class InFlight(Packed):
+    is_ready = False
+
+
+class Finished(Packed):
+    is_ready = True
+
+
 class Failed:
+    is_ready = False
+
     @property
     def integers(self):
         raise RuntimeError("planted")
 
 
 class FakeRunner:
-    """A runner whose slots decode ``1000 n + i``: the i-th token of the request whose text begins with token n."""
+    """A runner whose slots decode ``1000 n + i``: the i-th token of the request whose text begins with token n.
+
+    If it `waits`, calls have finished when their dispatch returns.
+    """
 
     reads_separately, constraints, compile_seconds = True, Constraints(4), 0.0
 
     def __init__(self):
-        self.sizes, self.fails = SIZES, False
+        self.sizes, self.fails, self.waits = SIZES, False, False
         self.reset()
 
     def reset(self):
@@ -102,4 +115,5 @@ class FakeRunner:
                 self.moves[slot] = len(self.texts[slot]) - self.prompts[slot] < self.limits[slot]
         for slot in rows:
             integers[-1, slot, :2] = not self.moves[slot], 1
-        return Packed(integers, np.zeros((SIZES.rounds, 3, 2 * width + 1), np.float32))
+        kind = Finished if self.waits else InFlight
+        return kind(integers, np.zeros((SIZES.rounds, 3, 2 * width + 1), np.float32))
