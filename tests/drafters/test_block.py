@@ -1,19 +1,25 @@
 """Block drafters: they compute what PyTorch does, after any number of rounds, in chains and trees."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import convert
 import jspec
 from convert.heads.block.config import MarkovConfig
+from convert.heads.block.write_config import FORMATS
+from convert.heads.files import kind_of
 from jspec.core.tree import Level, Tree
 from jspec.drafters import BlockDrafter
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.signals import PromptSignals
-from support import blocks, heads, toys
+from support import block_checkpoints, blocks, heads, toys
+from support.block_checkpoints import CONFIGS
 from support.head_rounds import rounds
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -38,6 +44,12 @@ TREES = {
 FEW = {"max_new_tokens": 4}
 
 
+def torch_tensor(value):
+    import torch  # not installed wherever the tests run
+
+    return torch.tensor(np.array(value))
+
+
 def features_of(block, tokens):
     """Return the target's hidden states at ``tokens[B, S]`` that `block` reads."""
     batch, size = tokens.shape
@@ -45,41 +57,62 @@ def features_of(block, tokens):
     return TARGET.forward_with_features(tokens, TARGET.new_cache(batch, size), zeros, block.config.features)[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_logits_match_torch(report, kind, qk_norm):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loaded_drafter_matches_torch(report, tmp_path, name):
     """A teacher-forced chain after sequences of different lengths, one of them a single token."""
-    torch = pytest.importorskip("torch")
-    from support import block_torch
+    pytest.importorskip("torch")
+    from support.block_torch import Reference
 
-    target = toys.tiny_llama(0, 3, qk_norm=qk_norm) if qk_norm else TARGET
-    block = blocks.block(target, **KINDS[kind])
-    drafter, k = BlockDrafter(block), block.config.num_draft_tokens
-    rng = np.random.default_rng(0)
-    lengths, tokens = np.array([7, 1, 4]), rng.integers(V, size=(3, 8))
-    forced = rng.integers(V, size=(3, k))
-    zeros = jnp.zeros(3, jnp.int32)
-    read = target.forward_with_features(jnp.asarray(tokens), target.new_cache(3, 8), zeros, block.config.features)
-    features = read[1]
-    state = drafter.init(jnp.asarray(tokens), 12, PromptSignals(features, jnp.asarray(lengths), target))
-    context = Context(
-        jnp.asarray(tokens), jnp.asarray(lengths), zeros, None, None, TargetView(target, target.new_cache(3, 1), 1), V
-    )
+    raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
+    weights = block_checkpoints.write(tmp_path / "drafter", raw)
+    assert kind_of(tmp_path / "drafter") == "block"
+    drafter = BlockDrafter.load(tmp_path / "drafter", target, jnp.float32)
+    own = [np.array(module.weight[...].T) for module in (target.embed_tokens, target.lm_head)]
+    reference, k = Reference(raw, weights, *own, np.array(target.norm.weight[...])), drafter.max_chain_length
+    rng, lengths = np.random.default_rng(0), np.array([7, 1, 4])
+    tokens, forced = rng.integers(V, size=(3, 8)), rng.integers(V, size=(3, k))
+    zeros, layers = jnp.zeros(3, jnp.int32), range(4)
+    states = target.forward_with_features(jnp.asarray(tokens), target.new_cache(3, 8), zeros, layers)[1]
+    signals = PromptSignals(states[:, :, list(drafter.features)], jnp.asarray(lengths), target)
+    state, view = drafter.init(jnp.asarray(tokens), 12, signals), TargetView(target, target.new_cache(3, 1), 1)
+    context = Context(jnp.asarray(tokens), jnp.asarray(lengths), zeros, None, None, view, V)
     found, carry = drafter.begin(state, context, Tree.chain(k))
     found = [found]
     for depth in range(1, k):
         following, carry = drafter.extend(carry, jnp.asarray(forced[:, depth - 1 : depth]), Level(depth), context)
         found.append(following[:, 0])
-    worst = 0.0
+    drafted, worst = [1, 2, 4, 6, 7] if "d2t" in weights else list(range(V)), 0.0
     for row, length in enumerate(lengths):
-        read = torch.tensor(np.array(features[row, : length - 1]))
-        expected = block_torch.logits(block, target, read, [tokens[row, length - 1], *forced[row, :-1]]).numpy()
+        given = [torch_tensor(states[row, : length - 1, i]) for i in layers]
+        expected = reference.logits(given, [tokens[row, length - 1], *forced[row, :-1]]).numpy()
         ours = np.stack([one[row] for one in found])
-        if block.config.draft_vocab_size:
-            assert np.isneginf(ours[:, 5:]).all()
-        worst = max(worst, np.abs(ours[:, : expected.shape[1]] - expected).max())
+        assert np.isneginf(np.delete(ours, drafted, axis=1)).all()
+        worst = max(worst, np.abs(ours[:, drafted] - expected).max())
     report(max_error=worst)
     assert worst < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_drafter_is_the_loaded_one(tmp_path, name):
+    """It keeps its fields and tensors in its own layout, and its function in any other that can hold it."""
+    raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
+    weights = block_checkpoints.write(tmp_path / "drafter", raw)
+    drafter, saved = BlockDrafter.load(tmp_path / "drafter", target), 0
+    for format in FORMATS:
+        try:
+            drafter.save(tmp_path / format, format)
+        except convert.CheckpointError as error:
+            assert "do not support" in str(error)
+            continue
+        again, saved = BlockDrafter.load(tmp_path / format, target), saved + 1
+        assert again.block.config == drafter.block.config
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(drafter))
+        if FORMATS[format] == again.block.origin.layout == drafter.block.origin.layout:
+            written = json.loads((tmp_path / format / "config.json").read_text())
+            written.get("transformer_layer_config", written).pop("torch_dtype")
+            assert written == raw
+            assert load_file(tmp_path / format / "model.safetensors").keys() == weights.keys()
+    assert saved
 
 
 @pytest.mark.parametrize(
@@ -162,3 +195,77 @@ def test_drafter_for_another_target_is_refused(prompts, sizes, found):
 def test_wrong_block_is_refused(prompts):
     with pytest.raises(TypeError, match="pass a jspec"):
         jspec.speculative_generate(TARGET, BlockDrafter(TARGET), *prompts([4], vocab_size=V), **FEW)
+
+
+def without(raw, *names):
+    return {name: value for name, value in raw.items() if name not in names}
+
+
+DFLASH, DSPARK, SPECULATORS = CONFIGS["dflash"], CONFIGS["deepspec gated"], CONFIGS["speculators dflash"]
+# What is wrong -> the content of config.json, and a part of the sentence.
+DAMAGED = {
+    "no block drafter": (block_checkpoints.BODY, "is not a block drafter"),
+    "another speculator": (SPECULATORS | {"speculators_model_type": "eagle3"}, "'eagle3'.*is not a block drafter"),
+    "unknown flag": (DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"conv_taps": 3}}, "unknown conv_taps"),
+    "no mask token": (without(DSPARK, "mask_token_id"), "mask_token_id is missing"),
+    "mask token outside": (DSPARK | {"mask_token_id": V}, f"0 to {V - 1}"),
+    "no block size": (without(DFLASH, "block_size"), "block_size is missing"),
+    "two block sizes": (
+        DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"block_size": 3}},
+        "block_size is 5 in config.json and 3",
+    ),
+    "both kinds of layer ids": (DSPARK | {"aux_hidden_state_layer_ids": [0, 1]}, "each must be one less"),
+    "layer ids out of order": (DSPARK | {"target_layer_ids": [1, 0]}, "ascending order"),
+    "layer ids out of range": (without(DSPARK | {"target_layer_ids": [0, 3]}, "num_target_layers"), "layers 0 to 2"),
+    "another target's depth": (DFLASH | {"num_target_layers": 4}, "num_target_layers is 4, but this target has 3"),
+    "a wider target": (SPECULATORS | {"target_hidden_size": 32}, "target_hidden_size is 32"),
+    "sliding windows": (DFLASH | {"layer_types": ["sliding_attention"] * 2}, "only 'full_attention'"),
+    "unknown Markov head": (DSPARK | {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn"),
+    "no Markov rank": (without(DSPARK, "markov_rank"), "markov_rank is None"),
+    "confidence of no Markov head": (DSPARK | {"markov_rank": 0}, "markov_rank is 0"),
+    "no confidence flag": (without(DSPARK, "enable_confidence_head"), "enable_confidence_head is missing"),
+    "draft vocabulary": (SPECULATORS | {"draft_vocab_size": 9}, "draft_vocab_size 9 is more than"),
+    "missing tensor": (DFLASH | {"num_hidden_layers": 3}, "lacks layers.2"),
+    "unknown tensor": (DFLASH | {"num_hidden_layers": 1}, "unexpected layers.1"),
+    "misshapen tensor": (DFLASH | {"intermediate_size": 25}, "expected \\[25, 16\\]"),
+}
+
+
+@pytest.mark.parametrize("wrong", DAMAGED)
+def test_damaged_files_are_refused(tmp_path, wrong):
+    raw, sentence = DAMAGED[wrong]
+    original = DFLASH if "dflash_config" in raw else SPECULATORS if "speculators_model_type" in raw else DSPARK
+    block_checkpoints.write(tmp_path, original)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(convert.CheckpointError, match=sentence):
+        BlockDrafter.load(tmp_path, toys.tiny_llama(0, 3))
+
+
+def test_missing_layer_ids_are_those_of_dflash(tmp_path):
+    """They are evenly spaced between the second and the third-to-last layer."""
+    section = without(DFLASH["dflash_config"], "target_layer_ids")
+    block_checkpoints.write(tmp_path, DFLASH)
+    for layers, features in ((8, (2, 6)), (36, (2, 34))):
+        raw = DFLASH | {"dflash_config": section, "num_target_layers": layers}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert BlockDrafter.load(tmp_path).features == features
+    (tmp_path / "config.json").write_text(json.dumps(without(raw, "num_target_layers")))
+    with pytest.raises(convert.CheckpointError, match="pass the target"):
+        BlockDrafter.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("details", "format", "sentence"),
+    [
+        ({}, "vllm", "format 'vllm' is unknown"),
+        ({"qk_norm": False}, "speculators", "do not norm"),
+        ({"causal": True}, "dflash", "causal blocks"),
+        ({}, "deepspec", "the second row"),
+        (MARKOV["rnn"], "dflash", "a Markov head"),
+    ],
+)
+def test_format_that_cannot_hold_the_drafter_is_refused(tmp_path, details, format, sentence):
+    qk_norm = details.get("qk_norm", True)
+    drafter = blocks.drafter(toys.tiny_llama(0, 3, qk_norm=qk_norm), **without(details, "qk_norm"))
+    with pytest.raises(convert.CheckpointError, match=sentence):
+        drafter.save(tmp_path / "drafter", format)

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 from convert.heads.block.config import BlockConfig
-from jspec.drafters.heads.block import BlockDrafter
+from jspec.drafters.heads.block_drafter import BlockDrafter
 from jspec.drafters.heads.block_module import Block
 
 

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 from convert.config import LlamaConfig
 
 MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
+ConfidenceInputs: TypeAlias = Literal["state", "state and token"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class BlockConfig:
         drafts_from_first: whether the first row, which holds the last token, predicts the first draft token. Otherwise,
             each row predicts its own token, and the first row predicts nothing.
         markov: the Markov head; None if there is none.
+        confidence: what the confidence head reads: a row's state, or also the Markov head's vector of the token before;
+            None if there is none.
         draft_vocab_size: D, the number of tokens that can be drafted; None for all of V.
         own_embedding: whether the drafter has its own embedding instead of the target's.
         own_head: whether the drafter has its own output head; always true if `draft_vocab_size` is less than V.
@@ -49,6 +52,7 @@ class BlockConfig:
     causal: bool = False
     drafts_from_first: bool = False
     markov: MarkovConfig | None = None
+    confidence: ConfidenceInputs | None = None
     draft_vocab_size: int | None = None
     own_embedding: bool = False
     own_head: bool = False
@@ -57,3 +61,18 @@ class BlockConfig:
     def num_draft_tokens(self) -> int:
         """The number of tokens that one block drafts."""
         return self.block_size if self.drafts_from_first else self.block_size - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOrigin:
+    """The contents of a block drafter's files besides config and weights, kept so that the files can be rewritten.
+
+    Attributes:
+        layout: a member of `convert.heads.block.tensor_names.LAYOUTS`.
+        fields: the content of config.json.
+        dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
+    """
+
+    layout: str
+    fields: str
+    dtype: str | None

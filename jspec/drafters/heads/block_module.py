@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from convert.heads.block.config import BlockConfig
+from convert.heads.block.config import BlockConfig, BlockOrigin
 from jspec.core.tree import Branches
 from jspec.drafters.draft_vocabulary import spread_logits
 from jspec.drafters.heads.markov import Markov
@@ -31,10 +31,14 @@ class Block(nnx.Module):
         config: the sizes and flags.
         dtype: the dtype of weights, activations and cache.
         rngs: the source of random initial weights.
+
+    Attributes:
+        origin: a description of the files that the block was loaded from; None if it was not loaded.
     """
 
     def __init__(self, config: BlockConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, body = config, config.body
+        self.origin: BlockOrigin | None = None
         size, vocab = body.hidden_size, config.draft_vocab_size or body.vocab_size
         self.fc = Linear(len(config.features) * config.target_hidden_size, size, False, dtype, rngs)
         self.hidden_norm = RMSNorm(size, body.rms_norm_eps, dtype)
@@ -45,6 +49,8 @@ class Block(nnx.Module):
         self.markov_head = (
             None if config.markov is None else Markov(config.markov, body.vocab_size, vocab, size, dtype, rngs=rngs)
         )
+        vector = 0 if config.markov is None or config.confidence == "state" else config.markov.rank
+        self.confidence_head = None if config.confidence is None else Linear(size + vector, 1, True, dtype, rngs)
         # Maps each target token that can be drafted to its index among these tokens, and all other tokens to D.
         reduced = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(body.vocab_size), vocab)
         self.draft_ids = None if reduced is None else nnx.Variable(reduced)

@@ -1,19 +1,25 @@
 # pyright: reportUnnecessaryIsInstance=false
 """A drafter that predicts a block of tokens in one pass, and corrects each by the token before it."""
 
+from pathlib import Path
+from typing import Self
+
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jspec.acceptance.path import at_path
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
 from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import where_read
+from jspec.drafters.heads import block_weights
 from jspec.drafters.heads.base import at_depth
 from jspec.drafters.heads.block_module import Block, check_target_of
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, insert_prefix
+from jspec.models.llama import Llama
 
 
 @pytree
@@ -60,6 +66,35 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     """
 
     block: Block
+
+    @classmethod
+    def load(cls, path: str | Path, target: Llama | None = None, dtype: DTypeLike | None = None) -> Self:
+        """Load a block from config.json and safetensors, in the layout of DFlash, JetSpec, DeepSpec or speculators.
+
+        Args:
+            path: a local directory, or a Hugging Face repo id.
+            target: the `jspec.Llama` that the drafter was trained for. If given, sizes are checked immediately. The
+                target is required if config.json does not specify which layers the drafter reads.
+            dtype: the dtype of weights, activations and cache. Same as in `jspec.load`.
+
+        Raises:
+            convert.CheckpointError: the files are not those of a block drafter, or are damaged, or are pickles. The
+                message says what was found and expected.
+            ValueError: the drafter was made for a target with different sizes.
+        """
+        return cls(block_weights.load(path, target, dtype))
+
+    def save(self, path: str | Path, format: str = "speculators") -> Path:
+        """Write config.json, with every flag, and model.safetensors to a new directory.
+
+        Args:
+            format: "dflash", "jetspec", "deepspec", or "speculators" (read by vLLM).
+
+        Raises:
+            convert.CheckpointError: programs that read this format would compute results that differ from the
+                drafter's, or `path` exists or cannot be written.
+        """
+        return block_weights.save(self._block, path, format)
 
     @property
     def _block(self) -> Block:
