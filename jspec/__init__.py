@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jspec.core.types import Output, Stats
     from jspec.drafters import (
         BigramDrafter,
+        BlockDrafter,
         BlockwiseDrafter,
         CascadeDrafter,
         DynamicTreeDrafter,
@@ -63,6 +64,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Batches",
     "BigramDrafter",
+    "BlockDrafter",
     "BlockwiseDrafter",
     "ByAcceptance",
     "ByConfidence",
@@ -137,6 +139,7 @@ _HOMES = {
     "Relaxed": "jspec.acceptance.lossy",
     "Llama": "jspec.models.llama",
     "BigramDrafter": "jspec.drafters",
+    "BlockDrafter": "jspec.drafters",
     "BlockwiseDrafter": "jspec.drafters",
     "CascadeDrafter": "jspec.drafters",
     "DynamicTreeDrafter": "jspec.drafters",

@@ -51,8 +51,8 @@ def find(source: str | Path, pickled: str, single: str = SINGLE) -> Path:
 def kind_of(directory: Path) -> str | None:
     """Return the kind of trained drafter that `directory` holds, or None.
 
-    The kind is the one in jspec's own config.json. Without that file, it is inferred from tensor names: "eagle" or
-    "medusa".
+    The kind is the one in jspec's own config.json. Without that file, it is inferred from tensor names: "block",
+    "eagle" or "medusa".
     """
     config = directory / "config.json"
     if config.is_file() and (raw := read_object(config)).get("model_type") == OWN:
@@ -61,6 +61,8 @@ def kind_of(directory: Path) -> str | None:
     for file in _weights(directory):
         with opened(file) as handle:
             names |= set(handle.keys())
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        return "block"
     if names & {"fc.weight", "fusion_fc.weight"}:
         return "eagle"
     heads = {"0.0.linear.weight", "blocks.0.layers.0.weight", "medusa_heads.blocks.0.layers.0.weight"}

@@ -286,6 +286,7 @@ def drafter_class(kind: str) -> "Trained":
     import jspec
 
     classes = {
+        "block": jspec.BlockDrafter,
         "eagle": jspec.EagleDrafter,
         "medusa": jspec.MedusaDrafter,
         "hydra": jspec.HydraDrafter,

@@ -9,6 +9,7 @@ from jspec.drafters.combine.horizontal import HorizontalDrafter
 from jspec.drafters.combine.mixture import MixtureDrafter
 from jspec.drafters.combine.multi import MultiDrafter
 from jspec.drafters.draft_vocabulary import frequent_tokens
+from jspec.drafters.heads.block_drafter import BlockDrafter
 from jspec.drafters.heads.blockwise import BlockwiseDrafter
 from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.hydra import HydraDrafter
@@ -30,6 +31,7 @@ from jspec.drafters.trees.static import TreeDrafter
 __all__ = [
     "AutoregressiveDrafter",
     "BigramDrafter",
+    "BlockDrafter",
     "BlockwiseDrafter",
     "CascadeDrafter",
     "Context",

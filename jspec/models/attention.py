@@ -79,6 +79,16 @@ class Attention(nnx.Module):
             return dispatch.attention(_attend_projected, *inputs, self.sizes)
         return _write_and_attend(*self.split(qkv), context)
 
+    def store(self, x: Array, context: AttentionContext) -> tuple[Array, Array]:
+        """Write keys and values without attending. Return the updated keys and values.
+
+        Args:
+            x: ``[B, S, E]``, the inputs of the projections.
+            context: the cache, and the inputs' places in it.
+        """
+        _, k, v = self.split(self.qkv_proj(x))
+        return _write(k, v, context.slots[:, 0], context)
+
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
         q, k, v = _split(qkv, self.sizes)
@@ -105,13 +115,8 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     slots, tables, past, cache_rows = context.slots, context.tables, context.past, context.cache_rows
     (batch, tokens), rows = slots.shape, q.shape[2]
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
-    # A token whose value is not finite must affect only the queries that see it, but 0 * NaN is NaN. So the NaN is
-    # stored in its key, where the mask removes it.
-    finite = jnp.isfinite(v)
-    k = jnp.where(finite, rotate(k, tables), jnp.nan)
     slots = slots if past is None else slots - past[3][:, None]
-    keys = write(context.keys, k.swapaxes(2, 3), slots[:, 0], 3, cache_rows)
-    values = write(context.values, jnp.where(finite, v, 0), slots[:, 0], 2, cache_rows)
+    keys, values = _write(k, v, slots[:, 0], context)
     caches, last = [MaskedCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
     if past is not None:
         last = past[3][:, None] - 1
@@ -120,6 +125,16 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     attended = dispatch.masked_attention(_attend_filled, rotate(q, tables), caches, last)
     mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)
     return jnp.pad(mixed, ((0, 0), (0, rows - tokens), (0, 0))), keys, values
+
+
+def _write(k: Array, v: Array, start: Array, context: AttentionContext) -> tuple[Array, Array]:
+    """Write unrotated keys and values ``[B, G, S, D]`` from slot ``start[b]`` on. Return the updated caches."""
+    # A token whose value is not finite must affect only the queries that see it, but 0 * NaN is NaN. So the NaN is
+    # stored in its key, where the mask removes it.
+    finite = jnp.isfinite(v)
+    k = jnp.where(finite, rotate(k, context.tables), jnp.nan)
+    keys = write(context.keys, k.swapaxes(2, 3), start, 3, context.cache_rows)
+    return keys, write(context.values, jnp.where(finite, v, 0), start, 2, context.cache_rows)
 
 
 def _mask(slots: Array, branches: Branches | None, num_slots: int) -> Array:

@@ -62,6 +62,7 @@ def _room(dotted):
 PUBLIC_NAMES = [
     "Batches",
     "BigramDrafter",
+    "BlockDrafter",
     "BlockwiseDrafter",
     "ByAcceptance",
     "ByConfidence",

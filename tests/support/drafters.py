@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 import jspec
+from convert.heads.block.config import MarkovConfig
 from jspec.core.sampling import SamplingParams
 from jspec.drafters import (
     BigramDrafter,
@@ -23,7 +24,7 @@ from jspec.drafters import (
     TokenRecyclingDrafter,
     UnigramDrafter,
 )
-from support import eagle_heads, heads
+from support import blocks, eagle_heads, heads
 
 # Name -> a function that makes the drafter from the target, the draft, a corpus of tokens, and V.
 _MAKERS = {
@@ -60,9 +61,25 @@ _MAKERS = {
         MixtureDrafter(EagleDrafter(eagle_heads.eagle(target, 3)), heads.hydra(target, 5), 0.5),
     ),
     "few tokens": lambda target, draft, corpus, v: ModelDrafter.with_vocabulary(draft, np.arange(0, v, 2)[::-1]),
+    "block": lambda target, draft, corpus, v: blocks.drafter(target),
+    "block with corrections": lambda target, draft, corpus, v: blocks.drafter(
+        target,
+        drafts_from_first=True,
+        causal=True,
+        markov=MarkovConfig("rnn", 4),
+        draft_vocab_size=v // 2,
+        own_head=True,
+    ),
 }
 NAMES = tuple(_MAKERS)
-HEADS = ("medusa", "hydra", "blockwise", "kangaroo")  # those with trained weights, here random
+HEADS = (
+    "medusa",
+    "hydra",
+    "blockwise",
+    "kangaroo",
+    "block",
+    "block with corrections",
+)  # those with trained weights, here random
 # Drafters with trees of their own, made in the same way.
 _TREES = {
     "lookup tree": lambda target, draft, corpus, v: NGramDrafter(3, 1, jspec.Tree.branching((2, 2))),

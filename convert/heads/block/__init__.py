@@ -1,0 +1,1 @@
+"""Block drafters (DFlash, DSpark and JetSpec)."""

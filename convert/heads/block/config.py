@@ -1,0 +1,78 @@
+"""A block drafter's configuration."""
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+from convert.config import LlamaConfig
+
+MarkovKind: TypeAlias = Literal["vanilla", "gated", "rnn"]
+ConfidenceInputs: TypeAlias = Literal["state", "state and token"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkovConfig:
+    """The configuration of a Markov head, which corrects a row's logits by the token before it.
+
+    Attributes:
+        kind: "vanilla" reads only the token, "gated" also the row's state, and "rnn" all earlier tokens of the block.
+        rank: r, the size of a token's vector.
+    """
+
+    kind: MarkovKind
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """The configuration of a block drafter. Instances are hashable.
+
+    Attributes:
+        body: the config of the layers. `hidden_size` E is the drafter's own, `vocab_size` V is the target's.
+        target_hidden_size: the size of the target's hidden states.
+        features: the target's hidden states that the drafter reads: i is the input of layer i. The number of layers
+            is the target's output after its final norm.
+        block_size: R, the number of rows in a block, including the last token.
+        mask_id: the token at all rows of a block except the first.
+        causal: whether a row attends only to the rows before it, instead of to the whole block.
+        drafts_from_first: whether the first row, which holds the last token, predicts the first draft token. Otherwise,
+            each row predicts its own token, and the first row predicts nothing.
+        markov: the Markov head; None if there is none.
+        confidence: what the confidence head reads: a row's state, or also the Markov head's vector of the token before;
+            None if there is none.
+        draft_vocab_size: D, the number of tokens that can be drafted; None for all of V.
+        own_embedding: whether the drafter has its own embedding instead of the target's.
+        own_head: whether the drafter has its own output head; always true if `draft_vocab_size` is less than V.
+    """
+
+    body: LlamaConfig
+    target_hidden_size: int
+    features: tuple[int, ...]
+    block_size: int
+    mask_id: int
+    causal: bool = False
+    drafts_from_first: bool = False
+    markov: MarkovConfig | None = None
+    confidence: ConfidenceInputs | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The number of tokens that one block drafts."""
+        return self.block_size if self.drafts_from_first else self.block_size - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOrigin:
+    """The contents of a block drafter's files besides config and weights, kept so that the files can be rewritten.
+
+    Attributes:
+        layout: a member of `convert.heads.block.tensor_names.LAYOUTS`.
+        fields: the content of config.json.
+        dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
+    """
+
+    layout: str
+    fields: str
+    dtype: str | None

@@ -1,0 +1,209 @@
+"""Parse a block drafter's config.json. Every flag that changes the result is either parsed or rejected."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import TypedDict, cast, get_args
+
+from convert.config import LlamaConfig, check_supported, parse_config
+from convert.errors import CheckpointError, listing
+from convert.heads.block.config import BlockConfig, ConfidenceInputs, MarkovConfig, MarkovKind
+from convert.heads.block.tensor_names import EMBEDDING, HEAD, TARGET_IDS
+from convert.json_fields import Fields, flag, integer
+
+SECTION, LAYER = "dflash_config", "transformer_layer_config"
+IDS, SHIFTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"  # numbers of layer inputs, and of layer outputs
+_KNOWN = {SHIFTED_IDS, "mask_token_id", "block_size", "causal_head", "target_hidden_size"}
+_RESTORE = "restore the drafter's own config.json"
+
+
+def layout_of(raw: Fields) -> str:
+    """Return the layout of a block drafter's files, from the content of config.json.
+
+    Raises:
+        CheckpointError: the files do not hold a block drafter.
+    """
+    if (kind := raw.get("speculators_model_type")) is not None:
+        layout = "speculators" if kind in ("dflash", "dspark") else None
+    else:
+        layout = "dflash" if SECTION in raw else "deepspec" if SHIFTED_IDS in raw else None
+    if layout is None:
+        said = f"speculators_model_type {kind!r} and " if kind is not None else ""
+        raise CheckpointError(
+            f"it has {said}architectures {raw.get('architectures')} and is not a block drafter; load a DFlash, DSpark "
+            "or JetSpec drafter."
+        )
+    return layout
+
+
+def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> BlockConfig:
+    """Parse the content of a config.json into a `BlockConfig`.
+
+    Args:
+        names: the names of all tensors. They show whether the drafter has its own embedding and output head.
+        num_layers: the target's number of layers. Without it, config.json must have it if a default depends on it.
+
+    Raises:
+        CheckpointError: a field is missing, has a wrong value, contradicts another, or is not supported.
+    """
+    layout = layout_of(raw)
+    section, body = _section(raw), _body(raw, layout)
+    if section.get("target_hidden_size") is not None or raw.get("target_hidden_size") is not None:
+        for place in (section, raw):
+            check_supported(place, {"target_hidden_size": body.hidden_size})
+    whole = layout == "deepspec"  # these files hold everything
+    kind = raw.get("speculators_model_type")
+    return BlockConfig(
+        body=body,
+        target_hidden_size=body.hidden_size,
+        features=_features(raw, section, body, _num_layers(raw, num_layers)),
+        block_size=_once(raw, section, "block_size"),
+        mask_id=_mask_id(raw, section, body),
+        causal=flag(section, "causal_head"),
+        drafts_from_first=whole or (layout == "speculators" and flag(raw, "sample_from_anchor", kind == "dspark")),
+        draft_vocab_size=_draft_vocab(raw, body, names) if layout == "speculators" else None,
+        own_embedding=whole or EMBEDDING in names,
+        own_head=whole or HEAD in names or TARGET_IDS in names,
+        **_heads(raw, layout),
+    )
+
+
+def _section(raw: Fields) -> Fields:
+    section = raw.get(SECTION) or {}
+    if not isinstance(section, dict) or set(section) - _KNOWN:
+        found = listing(set(section) - _KNOWN) if isinstance(section, dict) else repr(section)
+        raise CheckpointError(
+            f"{SECTION} has unknown {found}; expected an object of {listing(_KNOWN)}: choose another drafter."
+        )
+    return section
+
+
+def _body(raw: Fields, layout: str) -> LlamaConfig:
+    fields = raw
+    if layout == "speculators":
+        fields = raw.get(LAYER)
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{LAYER} is {fields!r}; expected the fields of the drafter's layers: {_RESTORE}.")
+    if fields.get("model_type") not in ("llama", "qwen3"):
+        raise CheckpointError(
+            f"model_type of its layers is {fields.get('model_type')!r}; expected llama or qwen3: choose a drafter with "
+            "such layers."
+        )
+    fields = {key: value for key, value in fields.items() if key != "architectures"} | {"tie_word_embeddings": False}
+    return dataclasses.replace(parse_config(fields), qk_norm=True)  # every program's layers norm queries and keys
+
+
+def _num_layers(raw: Fields, num_layers: int | None) -> int | None:
+    """Return the target's number of layers, if it is known. It must not differ between the target and config.json."""
+    if raw.get("num_target_layers") is None:
+        return num_layers
+    said = integer(raw, "num_target_layers")
+    if num_layers is not None and said != num_layers:
+        raise CheckpointError(
+            f"num_target_layers is {said}, but this target has {num_layers} layers; use the drafter that was trained "
+            "for this target."
+        )
+    return said
+
+
+def _once(raw: Fields, section: Fields, key: str) -> int:
+    """Return a positive integer that is in config.json or in its section."""
+    found = {integer(place, key) for place in (raw, section) if place.get(key) is not None}
+    if len(found) != 1:
+        said = f"{raw.get(key)!r} in config.json and {section.get(key)!r} in its {SECTION}"
+        raise CheckpointError(f"{key} is {said if found else 'missing'}; expected one number: {_RESTORE}.")
+    return found.pop()
+
+
+def _mask_id(raw: Fields, section: Fields, body: LlamaConfig) -> int:
+    found = {repr(place["mask_token_id"]) for place in (raw, section) if place.get("mask_token_id") is not None}
+    value = raw.get("mask_token_id") if section.get("mask_token_id") is None else section["mask_token_id"]
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if len(found) != 1 or not whole or not 0 <= cast(int, value) < body.vocab_size:
+        said = " and ".join(sorted(found)) or "missing"
+        raise CheckpointError(
+            f"mask_token_id is {said}; expected one of the target's tokens, 0 to {body.vocab_size - 1}: {_RESTORE}."
+        )
+    return cast(int, value)
+
+
+def _features(raw: Fields, section: Fields, body: LlamaConfig, num_layers: int | None) -> tuple[int, ...]:
+    """Return the target's hidden states that the drafter reads: i is the input of layer i.
+
+    speculators list these numbers. DFlash, DeepSpec and JetSpec list the numbers of layer outputs.
+    """
+    places = ((raw, IDS, 0), (raw, SHIFTED_IDS, 1), (section, SHIFTED_IDS, 1))
+    given = {tuple(i + shift for i in _ids(place, key, -shift)) for place, key, shift in places if place.get(key)}
+    if len(given) > 1:
+        raise CheckpointError(
+            f"{IDS} and {SHIFTED_IDS} name different states; the latter are layer outputs, so each must be one less: "
+            f"{_RESTORE}."
+        )
+    features = given.pop() if given else _usual_features(body.num_hidden_layers, num_layers)
+    if num_layers is not None and features[-1] > num_layers:
+        raise CheckpointError(
+            f"the drafter reads the output of layer {features[-1] - 1}, but its target has the layers 0 to "
+            f"{num_layers - 1}; {_RESTORE}, or use the drafter that was trained for this target."
+        )
+    return features
+
+
+def _ids(place: Fields, key: str, least: int) -> list[int]:
+    ids = place[key]
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= least for i in ids)
+    if not whole or sorted(set(cast("list[int]", ids))) != ids:
+        raise CheckpointError(f"{key} is {ids!r}; expected distinct layers in ascending order: {_RESTORE}.")
+    return cast("list[int]", ids)
+
+
+def _usual_features(count: int, num_layers: int | None) -> tuple[int, ...]:
+    """Return the features that DFlash uses by default: evenly spaced layers, as many as the drafter has."""
+    if num_layers is None:
+        raise CheckpointError(
+            f"config.json has no {SHIFTED_IDS}, and the default layers depend on the target; pass the target, as in "
+            "load(path, target)."
+        )
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    features = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
+    if sorted(set(features)) != list(features):
+        raise CheckpointError(
+            f"config.json has no {SHIFTED_IDS}, and the default for {count} of {num_layers} layers is not "
+            "in ascending order; add the ids that the drafter was trained with."
+        )
+    return features
+
+
+def _draft_vocab(raw: Fields, body: LlamaConfig, names: Collection[str]) -> int | None:
+    count = integer(raw, "draft_vocab_size", body.vocab_size)
+    if count > body.vocab_size:
+        raise CheckpointError(f"draft_vocab_size {count} is more than vocab_size {body.vocab_size}; {_RESTORE}.")
+    return count if count < body.vocab_size or TARGET_IDS in names else None
+
+
+class _Heads(TypedDict, total=False):
+    markov: MarkovConfig | None
+    confidence: ConfidenceInputs | None
+
+
+def _heads(raw: Fields, layout: str) -> _Heads:
+    """Return the fields of the Markov head and the confidence head."""
+    if not (layout == "deepspec" or raw.get("speculators_model_type") == "dspark"):
+        return {}
+    rank = raw.get("markov_rank")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise CheckpointError(f"markov_rank is {rank!r}; expected 0 or more: {_RESTORE}.")
+    kind = raw.get("markov_head_type")
+    if rank and kind not in get_args(MarkovKind):
+        raise CheckpointError(
+            f"markov_head_type is {kind!r}; expected one of {', '.join(get_args(MarkovKind))}: {_RESTORE}."
+        )
+    if raw.get("enable_confidence_head") is None:
+        raise CheckpointError(f"enable_confidence_head is missing; expected true or false: {_RESTORE}.")
+    confidence: ConfidenceInputs | None = None
+    if flag(raw, "enable_confidence_head"):
+        confidence = "state and token" if flag(raw, "confidence_head_with_markov") else "state"
+    if confidence == "state and token" and not rank:
+        raise CheckpointError(
+            f"confidence_head_with_markov is true, but markov_rank is 0, so there is no Markov head: {_RESTORE}."
+        )
+    return {"markov": MarkovConfig(cast(MarkovKind, kind), rank) if rank else None, "confidence": confidence}

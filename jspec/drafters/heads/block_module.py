@@ -1,0 +1,148 @@
+"""Block drafters: a few layers that predict several of the target's next tokens in one pass.
+
+The layers read a block of rows: the last token, and then mask tokens. The rows attend to each other, and to keys and
+values that each layer computes from the target's hidden states at the tokens before the block. These are cached; the
+block's own keys and values are not. The designs are DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), which adds a
+Markov head, and JetSpec (arXiv 2606.18394), whose rows attend only to earlier rows.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from convert.heads.block.config import BlockConfig, BlockOrigin
+from jspec.core.tree import Branches
+from jspec.drafters.draft_vocabulary import spread_logits
+from jspec.drafters.heads.markov import Markov
+from jspec.models.attention import AttentionContext
+from jspec.models.kv_cache import KVCache, empty_cache
+from jspec.models.layers import Embed, Linear, RMSNorm
+from jspec.models.llama import DecoderLayer, Llama
+from jspec.models.rope import rope_tables
+
+
+class Block(nnx.Module):
+    """The weights of a block drafter. It is a pytree, like `jspec.Llama`.
+
+    Args:
+        config: the sizes and flags.
+        dtype: the dtype of weights, activations and cache.
+        rngs: the source of random initial weights.
+
+    Attributes:
+        origin: a description of the files that the block was loaded from; None if it was not loaded.
+    """
+
+    def __init__(self, config: BlockConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+        self.config, body = config, config.body
+        self.origin: BlockOrigin | None = None
+        size, vocab = body.hidden_size, config.draft_vocab_size or body.vocab_size
+        self.fc = Linear(len(config.features) * config.target_hidden_size, size, False, dtype, rngs)
+        self.hidden_norm = RMSNorm(size, body.rms_norm_eps, dtype)
+        self.layers = nnx.List([DecoderLayer(body, dtype, rngs) for _ in range(body.num_hidden_layers)])
+        self.norm = RMSNorm(size, body.rms_norm_eps, dtype)
+        self.embed_tokens = Embed(body.vocab_size, size, dtype, rngs) if config.own_embedding else None
+        self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
+        self.markov_head = (
+            None if config.markov is None else Markov(config.markov, body.vocab_size, vocab, size, dtype, rngs=rngs)
+        )
+        vector = 0 if config.markov is None or config.confidence == "state" else config.markov.rank
+        self.confidence_head = None if config.confidence is None else Linear(size + vector, 1, True, dtype, rngs)
+        # Maps each target token that can be drafted to its index among these tokens, and all other tokens to D.
+        reduced = None if config.draft_vocab_size is None else jnp.minimum(jnp.arange(body.vocab_size), vocab)
+        self.draft_ids = None if reduced is None else nnx.Variable(reduced)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of activations and cache."""
+        return self.norm.weight.dtype
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        """Return an empty cache with `slots` positions for each of `batch` rows."""
+        body = self.config.body
+        return empty_cache(body.num_hidden_layers, (batch, body.num_key_value_heads, slots, body.head_dim), self.dtype)
+
+    def read(self, features: Array, cache: KVCache, start: Array, target: Llama) -> KVCache:
+        """Store the keys and values of the target's hidden states.
+
+        Args:
+            features: ``[B, S, F, E']``, the states at the positions ``start[b]`` onward.
+            cache: the cache, which holds the positions before ``start[b]``.
+            start: ``int32[B]``.
+            target: the target, whose final norm is applied to the output of its last layer.
+        """
+        states = self.fuse(features, target)
+        slots, tables = self._places(start, states.shape[1])
+        stored = [
+            layer.self_attn.store(states, AttentionContext(keys, values, slots, tables, cache_rows=cache.rows))
+            for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True)
+        ]
+        keys, values = zip(*stored, strict=True)
+        return KVCache(tuple(keys), tuple(values), cache.rows)
+
+    def fuse(self, features: Array, target: Llama) -> Array:
+        """Return one state ``[B, S, E]`` from the target's states ``features[B, S, F, E']``."""
+        parts = [
+            target.norm(features[:, :, i]) if index == target.config.num_hidden_layers else features[:, :, i]
+            for i, index in enumerate(self.config.features)
+        ]
+        return self.hidden_norm(self.fc(jnp.concatenate(parts, axis=-1).astype(self.dtype)))
+
+    def forward(self, tokens: Array, cache: KVCache, start: Array, target: Llama) -> Array:
+        """Run a block, and return the rows' states ``[B, R, E]`` after the final norm.
+
+        Args:
+            tokens: ``int32[B, R]``, the block's tokens, at the positions ``start[b]`` onward.
+            cache: the cache, which holds the positions before ``start[b]``. It does not change.
+            start: ``int32[B]``.
+            target: the target, whose embedding is used if the drafter has none.
+        """
+        batch, rows = tokens.shape
+        x = (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
+        slots, tables = self._places(start, rows)
+        whole = Branches(np.arange(rows), np.ones((rows, rows), bool))
+        own, normed = self.new_cache(batch, rows), self.layers[0].input_layernorm(x)
+        layers = [*self.layers]
+        for i, (layer, following) in enumerate(itertools.zip_longest(layers, layers[1:])):
+            past = cache.keys[i], cache.values[i], cache.rows, start
+            branches = None if self.config.causal else whole
+            context = AttentionContext(own.keys[i], own.values[i], slots, tables, past, branches)
+            norm = self.norm if following is None else following.input_layernorm
+            x, normed, _, _ = layer(x, normed, context, norm)
+        return normed
+
+    def logits(self, hidden: Array, target: Llama) -> Array:
+        """Return the logits ``float32[B, S, D]`` of the rows' states ``[B, S, E]``, without the Markov head."""
+        return (self.lm_head or target.head).logits(hidden if self.lm_head else hidden.astype(target.dtype))
+
+    def spread(self, logits: Array) -> Array:
+        """Return the logits ``float32[B, S, V]`` of all tokens, with -inf for those that cannot be drafted."""
+        return logits if self.draft_ids is None else spread_logits(logits, self.draft_ids[...])
+
+    def _places(self, start: Array, count: int) -> tuple[Array, tuple[Array, Array]]:
+        """Return the slots ``int32[B, S]`` of `count` positions from ``start[b]`` on, and their rotations."""
+        slots = start[:, None] + jnp.arange(count)[None]
+        body = self.config.body
+        return slots, rope_tables(slots, body.rope, body.head_dim)
+
+
+def check_target_of(config: BlockConfig, target: Llama) -> None:
+    """Check that a block drafter was made for this target.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
+    sizes, body = target.config, config.body
+    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size)]
+    wants.append(("vocabulary size", body.vocab_size, sizes.vocab_size))
+    if not config.own_embedding or not config.own_head:
+        wants.append(("hidden size", body.hidden_size, sizes.hidden_size))
+    for name, own, found in wants:
+        if own != found:
+            raise ValueError(
+                f"The block drafter was made for a target whose {name} is {own}, but this target's is {found}; use "
+                "the drafter that was trained for this target."
+            )

@@ -1,0 +1,271 @@
+"""Block drafters: they compute what PyTorch does, after any number of rounds, in chains and trees."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import convert
+import jspec
+from convert.heads.block.config import MarkovConfig
+from convert.heads.block.write_config import FORMATS
+from convert.heads.files import kind_of
+from jspec.core.tree import Level, Tree
+from jspec.drafters import BlockDrafter
+from jspec.drafters.base import Context, TargetView
+from jspec.drafters.signals import PromptSignals
+from support import block_checkpoints, blocks, heads, toys
+from support.block_checkpoints import CONFIGS
+from support.head_rounds import rounds
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+TARGET = toys.tiny_llama(0, 3)
+V, E = TARGET.config.vocab_size, TARGET.config.hidden_size
+MARKOV = {kind: {"markov": MarkovConfig(kind, 5), "drafts_from_first": True} for kind in ("vanilla", "gated", "rnn")}
+KINDS = {
+    "dflash": {},
+    "jetspec": {"causal": True},
+    "output of the last layer": {"features": (0, 3), "num_layers": 1},
+    **MARKOV,
+    "few tokens": MARKOV["gated"] | {"draft_vocab_size": 5, "own_head": True, "own_embedding": True},
+}
+TREES = {
+    "chain": (lambda one: one, 4, "rejection"),
+    "varying": (lambda one: one, jspec.WhileConfident(4, 0.5), "block"),
+    "tree": (lambda one: jspec.TreeDrafter(one, Tree.branching((2, 1, 2))), 4, "traversal"),
+    "search": (lambda one: jspec.DynamicTreeDrafter(one, 6, 3, 2), 4, "coupled"),
+}
+
+
+FEW = {"max_new_tokens": 4}
+
+
+def torch_tensor(value):
+    import torch  # not installed wherever the tests run
+
+    return torch.tensor(np.array(value))
+
+
+def features_of(block, tokens):
+    """Return the target's hidden states at ``tokens[B, S]`` that `block` reads."""
+    batch, size = tokens.shape
+    zeros = jnp.zeros(batch, jnp.int32)
+    return TARGET.forward_with_features(tokens, TARGET.new_cache(batch, size), zeros, block.config.features)[1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loaded_drafter_matches_torch(report, tmp_path, name):
+    """A teacher-forced chain after sequences of different lengths, one of them a single token."""
+    pytest.importorskip("torch")
+    from support.block_torch import Reference
+
+    raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
+    weights = block_checkpoints.write(tmp_path / "drafter", raw)
+    assert kind_of(tmp_path / "drafter") == "block"
+    drafter = BlockDrafter.load(tmp_path / "drafter", target, jnp.float32)
+    own = [np.array(module.weight[...].T) for module in (target.embed_tokens, target.lm_head)]
+    reference, k = Reference(raw, weights, *own, np.array(target.norm.weight[...])), drafter.max_chain_length
+    rng, lengths = np.random.default_rng(0), np.array([7, 1, 4])
+    tokens, forced = rng.integers(V, size=(3, 8)), rng.integers(V, size=(3, k))
+    zeros, layers = jnp.zeros(3, jnp.int32), range(4)
+    states = target.forward_with_features(jnp.asarray(tokens), target.new_cache(3, 8), zeros, layers)[1]
+    signals = PromptSignals(states[:, :, list(drafter.features)], jnp.asarray(lengths), target)
+    state, view = drafter.init(jnp.asarray(tokens), 12, signals), TargetView(target, target.new_cache(3, 1), 1)
+    context = Context(jnp.asarray(tokens), jnp.asarray(lengths), zeros, None, None, view, V)
+    found, carry = drafter.begin(state, context, Tree.chain(k))
+    found = [found]
+    for depth in range(1, k):
+        following, carry = drafter.extend(carry, jnp.asarray(forced[:, depth - 1 : depth]), Level(depth), context)
+        found.append(following[:, 0])
+    drafted, worst = [1, 2, 4, 6, 7] if "d2t" in weights else list(range(V)), 0.0
+    for row, length in enumerate(lengths):
+        given = [torch_tensor(states[row, : length - 1, i]) for i in layers]
+        expected = reference.logits(given, [tokens[row, length - 1], *forced[row, :-1]]).numpy()
+        ours = np.stack([one[row] for one in found])
+        assert np.isneginf(np.delete(ours, drafted, axis=1)).all()
+        worst = max(worst, np.abs(ours[:, drafted] - expected).max())
+    report(max_error=worst)
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_drafter_is_the_loaded_one(tmp_path, name):
+    """It keeps its fields and tensors in its own layout, and its function in any other that can hold it."""
+    raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
+    weights = block_checkpoints.write(tmp_path / "drafter", raw)
+    drafter, saved = BlockDrafter.load(tmp_path / "drafter", target), 0
+    for format in FORMATS:
+        try:
+            drafter.save(tmp_path / format, format)
+        except convert.CheckpointError as error:
+            assert "do not support" in str(error)
+            continue
+        again, saved = BlockDrafter.load(tmp_path / format, target), saved + 1
+        assert again.block.config == drafter.block.config
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(drafter))
+        if FORMATS[format] == again.block.origin.layout == drafter.block.origin.layout:
+            written = json.loads((tmp_path / format / "config.json").read_text())
+            written.get("transformer_layer_config", written).pop("torch_dtype")
+            assert written == raw
+            assert load_file(tmp_path / format / "model.safetensors").keys() == weights.keys()
+    assert saved
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [
+        ("dflash", "varying"),
+        ("rnn", "chain"),
+        ("few tokens", "tree"),
+        ("jetspec", "search"),
+        *(pytest.param(kind, tree, marks=pytest.mark.slow) for kind in KINDS for tree in TREES),
+    ],
+)
+def test_cache_matches_target_states_of_text(prompts, kind, tree):
+    """This holds with rejected draft tokens, row ends and limits, and from one-token prompts on."""
+    wrap, length, rule = TREES[tree]
+    block = blocks.block(TARGET, **KINDS[kind])
+    batch = prompts([5, 1, 3, 9], vocab_size=V)
+
+    @jax.jit
+    def read_whole(tokens):
+        size = tokens.shape[1]
+        return block.read(features_of(block, tokens), block.new_cache(4, size), jnp.zeros(4, jnp.int32), TARGET)
+
+    accepted, before = 0, None
+    for state in rounds(TARGET, wrap(BlockDrafter(block)), batch, length, rule, [20, 7, 20, 1]):
+        inner = state.drafter if tree in ("chain", "varying") else state.drafter[0]
+        whole, found, lengths, done = jax.device_get((read_whole(state.tokens), inner, state.lengths, state.done))
+        for row in np.flatnonzero(~done):
+            assert found.lengths[row] == lengths[row]
+            for ours, expected in zip(found.cache.values, whole.values, strict=True):
+                end = lengths[row] - 1
+                np.testing.assert_allclose(ours[row, :, :end], expected[row, :, :end], atol=2e-5)
+            for ours, expected in zip(found.cache.keys, whole.keys, strict=True):
+                np.testing.assert_allclose(ours[row, ..., :end], expected[row, ..., :end], atol=2e-5)
+        accepted += 0 if before is None else int(np.maximum(lengths - before - 1, 0).sum())
+        before = lengths
+    assert accepted
+
+
+@pytest.mark.parametrize(
+    "kind", ["chain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("varying", "tree", "search"))]
+)
+def test_exact_block_is_always_accepted(kind):
+    """A token's distribution depends on the token before it, which the Markov head must receive."""
+    table = np.random.default_rng(2).normal(size=(V, V)) * 2
+    target = heads.markov_llama(table)
+    block = blocks.block(
+        target, num_layers=1, own_head=True, **MARKOV["vanilla"] | {"markov": MarkovConfig("vanilla", V)}
+    )
+    block.lm_head.weight.set_value(jnp.zeros((E, V)))
+    block.markov_head.markov_w1.weight.set_value(jnp.eye(V))
+    block.markov_head.markov_w2.weight.set_value(jnp.asarray(table, jnp.float32))
+    check = functools.partial(heads.check_always_right, target, temperature=0.8)
+    if kind == "tree":
+        check(jspec.TreeDrafter(BlockDrafter(block), Tree.branching((2, 1, 2))), num_draft_tokens=None)
+    elif kind == "search":  # verified with the target's noise, with which it is also drawn
+        check(jspec.DynamicTreeDrafter(BlockDrafter(block), 9, 3, 2), num_draft_tokens=None, accept="coupled")
+    else:
+        check(BlockDrafter(block), num_draft_tokens=jspec.WhileConfident(3, 0.0) if kind == "varying" else 3)
+
+
+def test_more_tokens_than_a_block_drafts_are_refused(prompts):
+    for drafter, most in ((blocks.drafter(TARGET), 5), (blocks.drafter(TARGET, drafts_from_first=True), 6)):
+        assert drafter.max_chain_length == most
+        with pytest.raises(ValueError, match=f"at most {most}"):
+            jspec.speculative_generate(TARGET, drafter, *prompts([4], vocab_size=V), num_draft_tokens=7, **FEW)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [({"hidden_size": 32}, "hidden size is 16"), ({"vocab_size": 10}, "vocab"), ({"num_layers": 2}, "from 0 to 2")],
+)
+def test_drafter_for_another_target_is_refused(prompts, sizes, found):
+    drafter = blocks.drafter(TARGET, features=(1, 3))
+    layers = sizes.pop("num_layers", 3)
+    with pytest.raises(ValueError, match=found):
+        jspec.speculative_generate(toys.tiny_llama(0, layers, **sizes), drafter, *prompts([4], vocab_size=V), **FEW)
+
+
+def test_wrong_block_is_refused(prompts):
+    with pytest.raises(TypeError, match="pass a jspec"):
+        jspec.speculative_generate(TARGET, BlockDrafter(TARGET), *prompts([4], vocab_size=V), **FEW)
+
+
+def without(raw, *names):
+    return {name: value for name, value in raw.items() if name not in names}
+
+
+DFLASH, DSPARK, SPECULATORS = CONFIGS["dflash"], CONFIGS["deepspec gated"], CONFIGS["speculators dflash"]
+# What is wrong -> the content of config.json, and a part of the sentence.
+DAMAGED = {
+    "no block drafter": (block_checkpoints.BODY, "is not a block drafter"),
+    "another speculator": (SPECULATORS | {"speculators_model_type": "eagle3"}, "'eagle3'.*is not a block drafter"),
+    "unknown flag": (DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"conv_taps": 3}}, "unknown conv_taps"),
+    "no mask token": (without(DSPARK, "mask_token_id"), "mask_token_id is missing"),
+    "mask token outside": (DSPARK | {"mask_token_id": V}, f"0 to {V - 1}"),
+    "no block size": (without(DFLASH, "block_size"), "block_size is missing"),
+    "two block sizes": (
+        DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"block_size": 3}},
+        "block_size is 5 in config.json and 3",
+    ),
+    "both kinds of layer ids": (DSPARK | {"aux_hidden_state_layer_ids": [0, 1]}, "each must be one less"),
+    "layer ids out of order": (DSPARK | {"target_layer_ids": [1, 0]}, "ascending order"),
+    "layer ids out of range": (without(DSPARK | {"target_layer_ids": [0, 3]}, "num_target_layers"), "layers 0 to 2"),
+    "another target's depth": (DFLASH | {"num_target_layers": 4}, "num_target_layers is 4, but this target has 3"),
+    "a wider target": (SPECULATORS | {"target_hidden_size": 32}, "target_hidden_size is 32"),
+    "sliding windows": (DFLASH | {"layer_types": ["sliding_attention"] * 2}, "only 'full_attention'"),
+    "unknown Markov head": (DSPARK | {"markov_head_type": "lstm"}, "expected one of vanilla, gated, rnn"),
+    "no Markov rank": (without(DSPARK, "markov_rank"), "markov_rank is None"),
+    "confidence of no Markov head": (DSPARK | {"markov_rank": 0}, "markov_rank is 0"),
+    "no confidence flag": (without(DSPARK, "enable_confidence_head"), "enable_confidence_head is missing"),
+    "draft vocabulary": (SPECULATORS | {"draft_vocab_size": 9}, "draft_vocab_size 9 is more than"),
+    "missing tensor": (DFLASH | {"num_hidden_layers": 3}, "lacks layers.2"),
+    "unknown tensor": (DFLASH | {"num_hidden_layers": 1}, "unexpected layers.1"),
+    "misshapen tensor": (DFLASH | {"intermediate_size": 25}, "expected \\[25, 16\\]"),
+}
+
+
+@pytest.mark.parametrize("wrong", DAMAGED)
+def test_damaged_files_are_refused(tmp_path, wrong):
+    raw, sentence = DAMAGED[wrong]
+    original = DFLASH if "dflash_config" in raw else SPECULATORS if "speculators_model_type" in raw else DSPARK
+    block_checkpoints.write(tmp_path, original)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(convert.CheckpointError, match=sentence):
+        BlockDrafter.load(tmp_path, toys.tiny_llama(0, 3))
+
+
+def test_missing_layer_ids_are_those_of_dflash(tmp_path):
+    """They are evenly spaced between the second and the third-to-last layer."""
+    section = without(DFLASH["dflash_config"], "target_layer_ids")
+    block_checkpoints.write(tmp_path, DFLASH)
+    for layers, features in ((8, (2, 6)), (36, (2, 34))):
+        raw = DFLASH | {"dflash_config": section, "num_target_layers": layers}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert BlockDrafter.load(tmp_path).features == features
+    (tmp_path / "config.json").write_text(json.dumps(without(raw, "num_target_layers")))
+    with pytest.raises(convert.CheckpointError, match="pass the target"):
+        BlockDrafter.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("details", "format", "sentence"),
+    [
+        ({}, "vllm", "format 'vllm' is unknown"),
+        ({"qk_norm": False}, "speculators", "do not norm"),
+        ({"causal": True}, "dflash", "causal blocks"),
+        ({}, "deepspec", "the second row"),
+        (MARKOV["rnn"], "dflash", "a Markov head"),
+    ],
+)
+def test_format_that_cannot_hold_the_drafter_is_refused(tmp_path, details, format, sentence):
+    qk_norm = details.get("qk_norm", True)
+    drafter = blocks.drafter(toys.tiny_llama(0, 3, qk_norm=qk_norm), **without(details, "qk_norm"))
+    with pytest.raises(convert.CheckpointError, match=sentence):
+        drafter.save(tmp_path / "drafter", format)

@@ -1,0 +1,125 @@
+"""Block drafter checkpoints with random weights, in the layouts of several programs."""
+
+import json
+
+import numpy as np
+from safetensors.numpy import save_file
+
+V, E, LAYERS = 8, 16, 3  # of the target
+BODY = {
+    "model_type": "qwen3",
+    "vocab_size": V,
+    "hidden_size": E,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "attention_bias": False,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+MARKOV = {"markov_rank": 5, "enable_confidence_head": True, "confidence_head_with_markov": True}
+DEEPSPEC = BODY | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 4,
+    "mask_token_id": 7,
+    "target_layer_ids": [0, 1],
+    "num_anchors": 512,
+    "num_target_layers": LAYERS,
+}
+SPECULATORS = {
+    "speculators_model_type": "dflash",
+    "architectures": ["DFlashSpeculator"],
+    "transformer_layer_config": BODY,
+    "draft_vocab_size": 5,
+    "block_size": 4,
+    "aux_hidden_state_layer_ids": [1, 3],
+    "mask_token_id": 7,
+    "sample_from_anchor": False,
+}
+DSPARK = {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "sample_from_anchor": True}
+DFLASH = BODY | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 5,
+    "num_target_layers": LAYERS,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]},
+}
+# Name -> the content of config.json.
+CONFIGS = {
+    "dflash": DFLASH,
+    "dflash with biases": DFLASH | {"attention_bias": True},
+    "jetspec": DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"causal_head": True}},
+    "deepspec dflash": DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False},
+    **{f"deepspec {kind}": DEEPSPEC | MARKOV | {"markov_head_type": kind} for kind in ("vanilla", "gated", "rnn")},
+    "deepspec, state only": DEEPSPEC | MARKOV | {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    "speculators dflash": SPECULATORS,
+    "speculators dspark": SPECULATORS | DSPARK | MARKOV | {"markov_head_type": "rnn"},
+    "speculators dspark after the anchor": SPECULATORS
+    | DSPARK
+    | MARKOV
+    | {"markov_head_type": "vanilla", "sample_from_anchor": False},
+}
+
+
+def section(raw):
+    """Return config.json with the fields of its sections at the top level."""
+    return raw | raw.get("dflash_config", {}) | raw.get("transformer_layer_config", {})
+
+
+def shapes(raw):
+    """Return the shape of every tensor, by name."""
+    flat = section(raw)
+    inner, size, heads, groups = (
+        flat[name] for name in ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    states = len(flat.get("target_layer_ids") or flat["aux_hidden_state_layer_ids"])
+    found = {"fc.weight": (E, states * E), "hidden_norm.weight": (E,), "norm.weight": (E,)}
+    for i in range(flat["num_hidden_layers"]):
+        sizes = {"q": (heads * size, E), "k": (groups * size, E), "v": (groups * size, E), "o": (E, heads * size)}
+        layer = {f"self_attn.{name}_proj.weight": shape for name, shape in sizes.items()}
+        if flat["attention_bias"]:
+            layer |= {f"self_attn.{name}_proj.bias": shape[:1] for name, shape in sizes.items()}
+        layer |= {f"mlp.{name}_proj.weight": (inner, E) for name in ("gate", "up")}
+        layer |= {"mlp.down_proj.weight": (E, inner), "input_layernorm.weight": (E,)}
+        layer |= {"post_attention_layernorm.weight": (E,)}
+        layer |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
+        found |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    drafted = flat.get("draft_vocab_size", V)
+    if "dflash_config" not in raw:
+        found |= {"embed_tokens.weight": (V, E), "lm_head.weight": (drafted, E)}
+    rank = flat.get("markov_rank", 0)
+    if rank:
+        found |= {"markov_head.markov_w1.weight": (V, rank), "markov_head.markov_w2.weight": (drafted, rank)}
+        gate, joint = "markov_head.gate_proj.", "markov_head.joint_proj."
+        found |= {
+            "vanilla": {},
+            "gated": {f"{gate}weight": (rank, E + rank), f"{gate}bias": (rank,)},
+            "rnn": {f"{joint}weight": (3 * rank, 2 * rank + E), f"{joint}bias": (3 * rank,)},
+        }[flat["markov_head_type"]]
+    if flat.get("enable_confidence_head"):
+        read = E + (rank if flat["confidence_head_with_markov"] else 0)
+        found |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
+    return found
+
+
+def write(folder, raw, seed=0):
+    """Write a checkpoint with random weights, and return its tensors by name."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: (rng.normal(size=shape) * (shape[-1] ** -0.5 if len(shape) == 2 else 0.2) + (len(shape) == 1)).astype(
+            np.float32
+        )
+        for name, shape in shapes(raw).items()
+    }
+    if raw.get("draft_vocab_size", V) < V:
+        tokens = np.array([1, 2, 4, 6, 7])
+        known = np.zeros(V, bool)
+        known[tokens] = True
+        tensors |= {"d2t": tokens - np.arange(5), "t2d": known}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors

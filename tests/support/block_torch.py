@@ -1,0 +1,104 @@
+"""Block drafters in PyTorch, written from the published descriptions. Nothing is cached: all positions run each time.
+
+The descriptions are those of DFlash (arXiv 2602.06036, section 4), DSpark (arXiv 2607.05147, section 3) and JetSpec
+(arXiv 2606.18394, section 3). Weights have the names that they have in the files.
+"""
+
+import math
+
+import torch
+
+from support.block_checkpoints import section
+
+
+class Reference:
+    """A block drafter.
+
+    Args:
+        raw: the content of config.json.
+        weights: the tensors by name.
+        embedding, head: the target's own, ``[V, E]``.
+        final_norm: the weight of the target's final norm.
+    """
+
+    def __init__(self, raw, weights, embedding, head, final_norm):
+        self.raw, self.w = section(raw), {name: torch.tensor(value) for name, value in weights.items()}
+        self.embedding = self.w.get("embed_tokens.weight", torch.tensor(embedding))
+        self.head = self.w.get("lm_head.weight", torch.tensor(head))
+        self.final_norm = torch.tensor(final_norm)
+
+    def norm(self, x, weight):
+        return weight * x / (x.square().mean(-1, keepdim=True) + self.raw["rms_norm_eps"]).sqrt()
+
+    def linear(self, x, name):
+        y = x @ self.w[f"{name}.weight"].T
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def rotated(self, x, positions):
+        """Rotate ``[H, S, D]`` by each token's position, pairing the halves of a head."""
+        size = x.shape[-1] // 2
+        angles = positions[:, None] * self.raw["rope_theta"] ** (-torch.arange(size) / size)
+        first, second = x[..., :size], x[..., size:]
+        turned = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        return torch.cat(turned, -1)
+
+    def attended(self, prefix, states, rows, mask):
+        """Return the attention of the block's rows to the context's states and to the block."""
+        size, groups = self.raw["head_dim"], self.raw["num_key_value_heads"]
+
+        def split(x, name):
+            return self.linear(x, f"{prefix}{name}_proj").unflatten(-1, (-1, size)).transpose(0, 1)
+
+        both = torch.cat([states, rows])
+        q, k = self.norm(split(rows, "q"), self.w[f"{prefix}q_norm.weight"]), split(both, "k")
+        k, v = self.norm(k, self.w[f"{prefix}k_norm.weight"]), split(both, "v")
+        positions, repeats = torch.arange(len(both)), len(q) // groups
+        k, v = self.rotated(k, positions).repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+        q = self.rotated(q, positions[len(states) :])
+        scores = (q @ k.transpose(1, 2) / math.sqrt(size)).masked_fill(~mask, -math.inf)
+        return self.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{prefix}o_proj")
+
+    def states(self, hidden_states, last):
+        """Return the rows' states ``[R, E]`` after a context and the last token.
+
+        `hidden_states` are Hugging Face's: the embeddings ``[S, E]``, then the output of each layer.
+        """
+        ids = self.raw.get("aux_hidden_state_layer_ids") or [i + 1 for i in self.raw["target_layer_ids"]]
+        given = [*hidden_states[:-1], self.norm(hidden_states[-1], self.final_norm)]
+        context = self.linear(torch.cat([given[i] for i in ids], -1), "fc")
+        context = self.norm(context, self.w["hidden_norm.weight"])
+        rows = self.raw["block_size"]
+        x = self.embedding[torch.tensor([last] + [self.raw["mask_token_id"]] * (rows - 1))]
+        own = torch.ones(rows, rows).bool()
+        own = own.tril() if self.raw.get("causal_head") else own
+        mask = torch.cat([torch.ones(rows, len(context)).bool(), own], 1)
+        for i in range(self.raw["num_hidden_layers"]):
+            prefix = f"layers.{i}."
+            normed = self.norm(x, self.w[f"{prefix}input_layernorm.weight"])
+            x = x + self.attended(f"{prefix}self_attn.", context, normed, mask)
+            normed = self.norm(x, self.w[f"{prefix}post_attention_layernorm.weight"])
+            gate, up = (self.linear(normed, f"{prefix}mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+        return self.norm(x, self.w["norm.weight"])
+
+    def corrections(self, hidden, before):
+        """Return the Markov head's corrections ``[K, D]`` of rows with ``hidden[K, E]`` after the tokens `before`."""
+        kind, rank = self.raw["markov_head_type"], self.raw["markov_rank"]
+        state, found = torch.zeros(rank), []
+        for h, token in zip(hidden, before, strict=True):
+            z = self.w["markov_head.markov_w1.weight"][token]
+            if kind == "gated":
+                z = z * torch.sigmoid(self.linear(torch.cat([h, z]), "markov_head.gate_proj"))
+            if kind == "rnn":
+                gate, candidate, output = self.linear(torch.cat([state, z, h]), "markov_head.joint_proj").chunk(3)
+                state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+                z = torch.tanh(output)
+            found.append(self.linear(z, "markov_head.markov_w2"))
+        return torch.stack(found)
+
+    def logits(self, hidden_states, tokens):
+        """Return the logits ``[K, D]`` of the draft tokens after the last token ``tokens[0]``, given ``tokens[1:]``."""
+        first = self.raw.get("sample_from_anchor", "dflash_config" not in self.raw)
+        hidden = self.states(hidden_states, tokens[0])[0 if first else 1 :]
+        found = hidden @ self.head.T
+        return found + self.corrections(hidden, tokens[: len(hidden)]) if self.raw.get("markov_rank") else found
