@@ -21,7 +21,12 @@ COMMON = [
     {"max_tokens": 12.0, "seed": 5.0, "n": 1.0, "top_k": -1.0},
 ]
 CHATS = [
-    {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"]},
+    {
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "prompt_cache_options": {"mode": "explicit"},
+    },
     {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
     {"tool_choice": "auto", "functions": []},
