@@ -166,11 +166,11 @@ class ResponsesAnswer:
         return self._ids[i]
 
     def _status(self, i: int, items: Sequence[Item]) -> str:
-        """Return the status of a finished item. A stop string may have cut off the last call."""
-        if i < len(items) - 1:
-            return "completed"
+        """Return the status of a finished item. A call is completed if it can be run, wherever the response ends."""
         name, text = items[i].function, items[i].text
-        return self._last_status() if name is None or ToolCall(name, text).is_complete else "incomplete"
+        if name is not None:
+            return "completed" if ToolCall(name, text).is_complete else "incomplete"
+        return self._last_status() if i == len(items) - 1 else "completed"
 
     def _last_status(self) -> str:
         """Return the status of the response once the choice has ended."""

@@ -75,6 +75,7 @@ def test_bad_bodies_are_rejected(client, server, report):
         ({"temperature": -1}, "temperature is -1; expected a number greater than or equal to 0."),
         ({"top_k": "many"}, "top_k is 'many'; expected a valid integer."),
         ({"foo": 1}, "foo is not a field that this server supports; omit this field."),
+        ({"": 1}, "'' is not a field that this server supports; omit this field."),
         ({"suffix": "x"}, "suffix is not supported by this server; omit this field."),
         ({"best_of": 3, "n": 2}, "best_of must equal n, because no choice is discarded; omit best_of."),
         (

@@ -191,6 +191,15 @@ def test_only_the_last_item_is_incomplete(running, monkeypatch, end, status):
     assert events[-1]["response"]["status"] == status
 
 
+def test_complete_call_is_completed_in_an_incomplete_response(running, monkeypatch):
+    script(monkeypatch, running, MIXED[: MIXED.index("1}") + 2], end="length")
+    events = streamed(running, tools=TOOLS, max_output_tokens=None, input="x")
+    check_events(events)
+    response = events[-1]["response"]
+    assert as_items(response["output"]) == ITEMS[:2] and response["status"] == "incomplete"
+    assert [item["status"] for item in response["output"]] == ["completed"] * 2
+
+
 def test_output_without_text_is_an_empty_message(running, monkeypatch):
     script(monkeypatch, running, "")
     for fields in ({}, {"tools": TOOLS}):
