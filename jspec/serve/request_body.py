@@ -170,5 +170,5 @@ def _finite(text: str) -> float:
     """Return a number. Without this check, a number such as 1e999 would be infinite, which JSON cannot represent."""
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} is not a number that 64 bits can represent")
+        raise wrong(f"The body contains the number {text[:40]}, which 64 bits cannot represent; send another number.")
     return value

@@ -235,4 +235,6 @@ def test_bodies_of_many_small_values_do_not_block_server(running, body):
 def test_values_that_no_response_could_repeat_are_rejected(client, path, value):
     """JSON has no infinite numbers, and a response has less room for nested values than the body."""
     body = f'{{"model": "{servers.NAME}", "input": "x", "tools": [{{"type": "function", "name": {value}}}]}}'
-    assert refused(client.post(f"/v1/{path}", content=body), 400)["message"].startswith("The body is ")
+    assert refused(client.post(f"/v1/{path}", content=body), 400)["message"].startswith(
+        ("The body contains ", "The body is nested")
+    )
