@@ -29,7 +29,7 @@ _MODES = ("none", "auto", "required")
 class Part(Strict):
     """A part of a message."""
 
-    ignored = frozenset({"cache_control", "annotations", "logprobs"})
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"})
 
     type: Literal["text"]
     text: str

@@ -6,11 +6,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import FailFast, Field, model_validator
 
+from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
 from jspec.serve.chat_schemas import Conversation, Message
 from jspec.serve.errors import wrong
 from jspec.serve.fields import MOST, MOST_MESSAGES, ModelBody, WholeNumber, invalid_fields
 from jspec.serve.parse_request import Served, chat_ids, check_characters
+from jspec.text.chat_template import ids_of_text
 
 
 class TokenizeBody(Conversation):
@@ -66,10 +68,15 @@ def tokenize(served: Served, body: TokenizeBody) -> dict[str, Json]:
         ids = chat_ids(served, body)
     else:
         check_characters(served, [body.prompt], "prompt")
-        options = {"add_special_tokens": body.add_special_tokens, "verbose": False}
-        ids: list[int] = served.tokenizer(body.prompt, **options)["input_ids"]
+        ids = _ids(served.tokenizer, body.prompt, body.add_special_tokens)
     response: dict[str, Json] = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
     return response | ({"token_strs": [served.names.text(i) for i in ids]} if body.return_token_strs else {})
+
+
+def _ids(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> list[int]:
+    if adds_special_tokens:
+        return ids_of_text(tokenizer, text)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def detokenize(served: Served, body: DetokenizeBody) -> dict[str, Json]:

@@ -55,6 +55,16 @@ def draining() -> Refusal:
     return Refusal(503, "The server is shutting down; send the request to another one.", code="shutting_down")
 
 
+def cancelled() -> Refusal:
+    """Return a `Refusal` for a request that the engine cancelled before its output ended."""
+    return Refusal(
+        503,
+        "The engine cancelled this request, because it is closing or has new weights; send the request again.",
+        code="cancelled",
+        headers={"Retry-After": "1"},
+    )
+
+
 def failed() -> Refusal:
     """Return a `Refusal` for a request whose output cannot continue. Only the log gives the reason."""
     return Refusal(500, "The engine failed during this request; send the request again.", code="engine_failed")

@@ -1,6 +1,5 @@
 """The items of a conversation in the Responses API, and their conversion to chat messages."""
 
-import json
 import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
@@ -16,7 +15,7 @@ STATELESS = "responses are not stored, so send the whole conversation as input"
 class TextPart(Strict):
     """A part of a message, or of a function's output."""
 
-    ignored = frozenset({"annotations", "logprobs"})
+    ignored = frozenset({"annotations", "logprobs", "parsed", "cache_control", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -28,21 +27,22 @@ _Texts = Annotated[list[TextPart], FailFast(), BeforeValidator(text_parts("input
 class InputMessage(Strict):
     """A message of the conversation."""
 
-    ignored = frozenset({"id", "status", "phase", "name"})
+    ignored = frozenset({"id", "status", "phase"})
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Texts
+    name: str | None = None
 
     def plain(self) -> dict[str, Json]:
         """Return the chat message."""
-        return {"role": self.role, "content": _joined(self.content)}
+        return {"role": self.role, "content": _joined(self.content), "name": self.name}
 
 
 class FunctionCall(Strict):
-    """A function call in an earlier output."""
+    """A function call in an earlier output. The arguments may be incomplete, as in a call that was cut off."""
 
-    ignored = frozenset({"id", "status"})
+    ignored = frozenset({"id", "status", "parsed_arguments"})  # the last one is added by OpenAI's client
 
     type: Literal["function_call"]
     call_id: str
@@ -51,11 +51,7 @@ class FunctionCall(Strict):
 
     @model_validator(mode="after")
     def _has_arguments(self) -> Self:
-        try:
-            arguments: object = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        if self.arguments.strip()[:1] not in ("", "{"):
             raise invalid_value("{place}.arguments must be the text of a JSON object, such as '{}'")
         return self
 
@@ -114,13 +110,19 @@ Item = Annotated[
 
 
 def chat_messages(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Return the chat messages. A call joins the assistant message before it: the model wrote both in one turn."""
+    """Return the chat messages.
+
+    A call joins the assistant message before it, and text joins the calls before it: the model wrote them in one turn.
+    """
     messages: list[dict[str, Json]] = []
     for item in items:
         if isinstance(item, FunctionCall):
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant"})
+                messages.append({"role": "assistant", "content": ""})
             messages[-1] = _with_call(messages[-1], item)
+        elif isinstance(item, InputMessage) and item.role == "assistant" and messages and "tool_calls" in messages[-1]:
+            texts = str(messages[-1]["content"]), _joined(item.content)
+            messages[-1] = messages[-1] | {"content": "\n".join(filter(None, texts))}  # as in the answer of a chat
         elif not isinstance(item, Reasoning):
             messages.append(item.plain())
     return messages

@@ -14,7 +14,7 @@ from jspec.core.types import Json
 from jspec.engine import Result
 from jspec.engine.constraints import Constraint
 from jspec.serve.choice import Choice
-from jspec.serve.errors import Refusal, busy, draining, failed, wrong
+from jspec.serve.errors import Refusal, busy, cancelled, draining, failed, wrong
 from jspec.serve.metrics import Metrics
 from jspec.serve.parse_request import ParsedRequest, Served, parse_request
 from jspec.serve.schemas import Body
@@ -140,7 +140,7 @@ class Job:
                 if choice.finish_reason == "error":
                     raise _refusal(choice.result, self.parsed.body.constrained_by)
             if "abort" in reasons:
-                raise draining()
+                raise cancelled()
             yield
             if is_last:
                 return

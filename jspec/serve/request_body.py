@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import math
 import zlib
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from jspec.serve.errors import Refusal, wrong
 
 _PATIENCE = 60.0  # seconds that a body may take to arrive
 _MOST_FIELDS, _MOST_COMMAS = 200_000, 500_000
+_MOST_LEVELS = 900  # below Python's limit on recursion, so that a response can repeat what was parsed
 
 
 def check_key(request: Request, key: str | None) -> None:
@@ -116,7 +118,9 @@ def as_json(body: bytes) -> Json:
     """
     _check_size(body)
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite)
+        if body.count(b"[") + body.count(b"{") > _MOST_LEVELS:  # long lists of numbers need no check
+            _check_levels(value)
         if b"\\u" in body:  # an escape may be a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -139,9 +143,32 @@ def _check_size(body: bytes) -> None:
             raise wrong(f"The body has more than {most} {names}; send a smaller body.", code="body_too_long")
 
 
+def _check_levels(value: Json) -> None:
+    """Reject a value with too many levels."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise wrong("The body is nested too deeply.")
+
+
 def _too_long(most: int) -> Refusal:
     return Refusal(413, f"The body has more than {most} bytes; send a smaller body.", code="body_too_long")
 
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    """Return a number. Without this check, a number such as 1e999 would be infinite, which JSON cannot represent."""
+    value = float(text)
+    if math.isinf(value):
+        raise wrong(f"The body contains the number {text[:40]}, which 64 bits cannot represent; send another number.")
+    return value

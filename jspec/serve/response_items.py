@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jspec.serve.errors import Refusal
 from jspec.serve.job import Job
 from jspec.serve.parts import Cursor, Part
 from jspec.serve.responses_schemas import ResponsesBody, renamed
-from jspec.serve.tools.tool_format import Reply
+from jspec.serve.tools.tool_format import Reply, ToolCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ResponsesAnswer:
     def whole(self) -> dict[str, Json]:
         """Return the whole response. The choice must have ended."""
         items, status = self._items(), self._last_status()
-        output = [self._item(i, item, status if i == len(items) - 1 else "completed") for i, item in enumerate(items)]
+        output = [self._item(i, item, self._status(i, items)) for i, item in enumerate(items)]
         reason: Json = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._response(status) | {"incomplete_details": reason, "output": output, "usage": self._usage()}
 
@@ -111,7 +111,7 @@ class ResponsesAnswer:
                 yield self._delta(i, item, logprobs)
                 self._sent = len(item.text)
             if i < len(items) - 1 or part.is_last:
-                yield from self._end(i, item, self._last_status() if i == len(items) - 1 else "completed")
+                yield from self._end(i, item, self._status(i, items))
 
     def _beginning(self, i: int, item: Item) -> Iterator[dict[str, Json]]:
         empty = dataclasses.replace(item, text="")
@@ -165,8 +165,15 @@ class ResponsesAnswer:
                 self._ids.append({"id": _new_id("fc"), "call_id": parser.format.new_id()})
         return self._ids[i]
 
+    def _status(self, i: int, items: Sequence[Item]) -> str:
+        """Return the status of a finished item. A call is completed if it can be run, wherever the response ends."""
+        name, text = items[i].function, items[i].text
+        if name is not None:
+            return "completed" if ToolCall(name, text).is_complete else "incomplete"
+        return self._last_status() if i == len(items) - 1 else "completed"
+
     def _last_status(self) -> str:
-        """Return the status of the response, and of its last item, once the choice has ended."""
+        """Return the status of the response once the choice has ended."""
         return "incomplete" if self._choice.finish_reason == "length" else "completed"
 
     def _logprobs(self, part: Part) -> list[dict[str, Json]]:

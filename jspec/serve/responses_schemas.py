@@ -37,6 +37,9 @@ def _input(value: Json) -> Json:
 class FlatTool(Function):
     """A function that the model may call. The arguments satisfy the schema, unless `strict` is false."""
 
+    ignored = frozenset({"cache_control"})
+    no_effect = MappingProxyType({"defer_loading": (False,), "allowed_callers": (["direct"],), "async": (False,)})
+
     type: Literal["function"]
     strict: bool = True
 
@@ -193,7 +196,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
     Raises:
         Refusal: the chat is invalid. The error names the fields of the Responses API.
     """
-    fields = body.model_dump(include={*DecodingBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"})
+    common = {*DecodingBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
+    fields = body.model_dump(include=common, exclude_unset=True)  # a chat may treat a field as missing
     instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     fields |= {
         "messages": [*instructions, *chat_messages(body.input)],

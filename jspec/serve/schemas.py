@@ -114,7 +114,7 @@ class Body(DecodingBody):
     ignored = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-            *("prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"),
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "reasoning_effort", "verbosity"),
         }
     )
 

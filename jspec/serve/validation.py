@@ -76,7 +76,9 @@ def _refusal(error: ErrorDetails) -> Refusal:
     if kind == "missing":
         return wrong(f"{place} is missing; add this field.", place)
     if kind == "extra_forbidden":
-        return wrong(f"{place} is not a field that this server supports; omit this field.", place, "unknown_field")
+        return wrong(
+            f"{place or repr(place)} is not a field that this server supports; omit this field.", place, "unknown_field"
+        )
     if place.endswith(".type") and place.startswith("messages"):
         return wrong(f"{place} is {given}, but only parts of type 'text' are supported.", place, "unsupported")
     if kind == "invalid_value":

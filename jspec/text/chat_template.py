@@ -148,7 +148,7 @@ def _ids(tokenizer: Tokenizer | None, prompt: Prompt, place: str, variables: Map
         raise ValueError(f"{place} is not a list of token ids, but tokenizer is None; pass the target's tokenizer.")
     tokenizer = cast("Tokenizer", tokenizer)
     if isinstance(prompt, str):
-        ids = _once(tokenizer, _checked(prompt, place))
+        ids = ids_of_text(tokenizer, _checked(prompt, place))
     elif is_conversation(prompt):
         check_conversation(prompt, place)
         text = rendered(tokenizer, prompt, place, variables=variables)
@@ -176,7 +176,7 @@ def _checked(text: str, place: str) -> str:
     return text
 
 
-def _once(tokenizer: Tokenizer, text: str) -> list[int]:
+def ids_of_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the text's ids, without the tokenizer's BOS if the text already has one, such as a chat template's."""
     ids, start = tokenizer(text, verbose=False)["input_ids"], tokenizer.bos_token_id
     if start is None or ids[:2] != [start, start]:

@@ -3,7 +3,9 @@
 import pytest
 
 from jspec.serve.errors import Refusal
+from jspec.serve.response_items import output_items
 from jspec.serve.responses_schemas import ResponsesBody, as_chat
+from jspec.serve.tools.hermes import Hermes
 from jspec.serve.validation import validated
 from support.response_bodies import ASSISTANT, CALL, RESULT, SCHEMA, TOOLS, body
 from support.servers import HELLO
@@ -39,6 +41,41 @@ def test_items_become_the_messages_of_a_chat():
     assert messages(input=[*HELLO, refusal])[-1] == {"role": "assistant", "content": "no"}
 
 
+def test_text_after_a_call_joins_the_message_with_the_call():
+    """An answer gives the same messages whether it is sent back as the items of a response or as a chat's message."""
+    text = 'so\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\nand\n'
+    reply = Hermes().parse(2 * text, {"f"}, is_complete=True)
+    sent = [
+        CALL | {"arguments": item.text} if item.function else ASSISTANT | {"content": item.text}
+        for item in output_items(reply)
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    whole = {"role": "assistant", "content": reply.content, "tool_calls": [call, call]}
+    assert messages(input=[*HELLO, *sent, RESULT])[1:-1] == [whole]
+    assert messages(input=[*HELLO, sent[0], sent[1], RESULT, sent[2]])[-1] == {
+        "role": "assistant",
+        "content": "and\nso",
+    }
+
+
+def test_names_reach_the_template():
+    assert messages(input=[HELLO[0] | {"name": "me"}]) == [HELLO[0] | {"name": "me"}]
+
+
+def test_parallel_calls_are_those_of_the_chat():
+    """A missing field stays missing, because its meaning then depends on the chat template."""
+    for fields in ({}, {"parallel_tool_calls": None}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}):
+        chat = as_chat(validated(ResponsesBody, body(tools=TOOLS, tool_choice="required", **fields)))
+        is_given = fields.get("parallel_tool_calls") is not None
+        assert ("parallel_tool_calls" in chat.model_fields_set) == is_given
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": "x', '{"a": }'])
+def test_calls_that_were_cut_off_are_accepted(arguments):
+    call = messages(input=[*HELLO, CALL | {"arguments": arguments}, RESULT])[1]["tool_calls"][0]
+    assert call["function"]["arguments"] == arguments
+
+
 CLIENTS = {  # request bodies of clients with their defaults, without the model
     "instructor": {
         "input": HELLO,
@@ -57,9 +94,14 @@ CLIENTS = {  # request bodies of clients with their defaults, without the model
         "tools": [TOOLS[0] | {"strict": True, "description": ""}],
     },
     "openai": {
-        "input": [*HELLO, CALL | {"async_": None, "caller": None, "namespace": None}, RESULT],
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {}}]},
+            ASSISTANT | {"content": [ASSISTANT["content"][0] | {"parsed": {"a": 1}}]},
+            CALL | {"async_": None, "caller": None, "namespace": None, "parsed_arguments": {}},
+            RESULT,
+        ],
         "tool_choice": "none",
-        "tools": TOOLS,
+        "tools": [TOOLS[0] | {"defer_loading": False, "allowed_callers": ["direct"]}],
         "temperature": 0,
     },
     "codex": {
@@ -107,6 +149,7 @@ def test_functions_are_strict_by_default():
         ({"input": [*HELLO, *[{"role": "owl", "content": "x"}]]}, "input[1].role is 'owl'; expected 'system', "),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type is 'input_im"),
         ({"input": [*HELLO, CALL, RESULT | {"call_id": "b"}]}, "input[2] is the output of the call 'b', but no "),
+        ({"input": [*HELLO, CALL | {"arguments": "[]"}]}, "input[1].arguments must be the text of a JSON object, "),
         ({"tools": [{"type": "web_search"}]}, "tools[0] has the type 'web_search', but this server cannot run "),
         ({"tools": [*TOOLS, *TOOLS]}, "tools has two functions named 'f'; give each function its own name."),
         (

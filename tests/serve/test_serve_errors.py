@@ -75,6 +75,7 @@ def test_bad_bodies_are_rejected(client, server, report):
         ({"temperature": -1}, "temperature is -1; expected a number greater than or equal to 0."),
         ({"top_k": "many"}, "top_k is 'many'; expected a valid integer."),
         ({"foo": 1}, "foo is not a field that this server supports; omit this field."),
+        ({"": 1}, "'' is not a field that this server supports; omit this field."),
         ({"suffix": "x"}, "suffix is not supported by this server; omit this field."),
         ({"best_of": 3, "n": 2}, "best_of must equal n, because no choice is discarded; omit best_of."),
         (
@@ -227,3 +228,13 @@ def test_bodies_of_many_small_values_do_not_block_server(running, body):
     answer = httpx.post(f"{running.url}/v1/completions", content=body, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("The body ")
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "[" * 950 + "]" * 950, '{"a":' * 950 + "1" + "}" * 950])
+@pytest.mark.parametrize("path", ["responses", "chat/completions", "completions"])
+def test_values_that_no_response_could_repeat_are_rejected(client, path, value):
+    """JSON has no infinite numbers, and a response has less room for nested values than the body."""
+    body = f'{{"model": "{servers.NAME}", "input": "x", "tools": [{{"type": "function", "name": {value}}}]}}'
+    assert refused(client.post(f"/v1/{path}", content=body), 400)["message"].startswith(
+        ("The body contains ", "The body is nested")
+    )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import httpx
 import jax
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import jspec
-from support import servers
+from jspec.serve.conversions import TokenizeBody, tokenize
+from jspec.text.chat_template import ids_of
+from support import servers, text_pair
 from support.servers import HELLO, PROMPT
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -21,7 +24,12 @@ COMMON = [
     {"max_tokens": 12.0, "seed": 5.0, "n": 1.0, "top_k": -1.0},
 ]
 CHATS = [
-    {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"]},
+    {
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "prompt_cache_options": {"mode": "explicit"},
+    },
     {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
     {"tool_choice": "auto", "functions": []},
@@ -193,6 +201,17 @@ def test_text_is_tokenized_as_for_a_completion(running):
     chat = post("/tokenize", messages=HELLO)["tokens"]
     assert chat == running.tokenizer("[user]the thing\n[assistant]", add_special_tokens=False)["input_ids"]
     assert post("/tokenize", prompt="") == {"count": 0, "max_model_len": 128, "tokens": []}
+
+
+@pytest.mark.parametrize("text", ["a", f"{text_pair.END}a", 2 * text_pair.END, ""])
+@pytest.mark.parametrize("adds", [True, False])
+def test_text_that_starts_with_bos_gets_no_second_one(text, adds):
+    tokenizer = text_pair.tokenizer(bos=True)
+    tokenizer.bos_token = text_pair.END
+    served = SimpleNamespace(tokenizer=tokenizer, max_length=9, names=SimpleNamespace(longest=9))
+    found = tokenize(served, TokenizeBody(prompt=text, add_special_tokens=adds))
+    expected = ids_of(tokenizer, [text]) if adds else [tokenizer(text, add_special_tokens=False)["input_ids"]]
+    assert [found["tokens"]] == expected
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from jspec.serve.sse import JobResponse, dump
 from support import servers
+from support.scripted import script
 from support.serving import metrics
 from support.streams import LONG, SEEDED, asking, connected, post, texts_of, until
 
@@ -262,6 +263,14 @@ def test_draining_server_rejects_new_requests(running, gate, monkeypatch):
         assert answers()[0].status_code == 200
     monkeypatch.setattr(running.server, "is_draining", False)
     assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_cancelled_requests_are_not_attributed_to_a_shutdown(running, monkeypatch):
+    """A weight update cancels requests, while the server keeps running."""
+    script(monkeypatch, running, "abc", end="cancelled")
+    answer = post(running, SEEDED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "cancelled")
+    assert answer.headers["retry-after"] == "1"
 
 
 async def _never(*_):

@@ -181,12 +181,23 @@ def test_items_only_grow():
 
 @pytest.mark.parametrize(("end", "status"), [("length", "incomplete"), ("eos", "completed")])
 def test_only_the_last_item_is_incomplete(running, monkeypatch, end, status):
+    """A call that was cut off is incomplete, even if the response is not: clients must not run it."""
     script(monkeypatch, running, MIXED[: MIXED.index("22}") + 1], end=end)
     events = streamed(running, tools=TOOLS, max_output_tokens=None, input="x")
     check_events(events)
     output = events[-1]["response"]["output"]
     assert as_items(output) == [*ITEMS[:3], Item('{"a": 2', "g")]
-    assert [item["status"] for item in output] == ["completed"] * 3 + [status]
+    assert [item["status"] for item in output] == ["completed"] * 3 + ["incomplete"]
+    assert events[-1]["response"]["status"] == status
+
+
+def test_complete_call_is_completed_in_an_incomplete_response(running, monkeypatch):
+    script(monkeypatch, running, MIXED[: MIXED.index("1}") + 2], end="length")
+    events = streamed(running, tools=TOOLS, max_output_tokens=None, input="x")
+    check_events(events)
+    response = events[-1]["response"]
+    assert as_items(response["output"]) == ITEMS[:2] and response["status"] == "incomplete"
+    assert [item["status"] for item in response["output"]] == ["completed"] * 2
 
 
 def test_output_without_text_is_an_empty_message(running, monkeypatch):

@@ -10,7 +10,7 @@ def script(monkeypatch, running, text, end="eos", size=1, error_code=None):
     """Let the server answer every request with `text`, `size` tokens at a time, until `monkeypatch` is undone.
 
     The prompts are replaced, because a description of functions is longer than the tiny model's texts. `end` is the
-    engine's finish reason: "eos", "length" or "error".
+    engine's finish reason: "eos", "length", "cancelled" or "error".
     """
     ids = running.tokenizer(text, add_special_tokens=False)["input_ids"] + ([0] if end == "eos" else [])
     assert running.tokenizer.decode(ids, skip_special_tokens=True) == text

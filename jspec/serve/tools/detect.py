@@ -77,7 +77,7 @@ class ToolSupport:
             tools: the functions that the model may call.
 
         Raises:
-            ValueError: the arguments of a call are not a JSON object. The message names the call.
+            ValueError: the arguments of a call do not begin a JSON object. The message names the call.
         """
         if self.is_native:
             native = _native(messages, isinstance(self.format, Mistral))
@@ -134,7 +134,7 @@ def _detect_format(text: str) -> ToolFormat | None:
 
 
 def _native(messages: Sequence[Mapping[str, Json]], is_mistral: bool) -> list[dict[str, Json]]:
-    """Return messages with arguments as objects, and with the called function's name in every result."""
+    """Return messages with arguments as objects if possible, and with the called function's name in every result."""
     names: dict[Json, Json] = {}
     converted: list[dict[str, Json]] = []
     for i, message in enumerate(messages):
@@ -199,16 +199,19 @@ def _written(messages: Sequence[Mapping[str, Json]], form: ToolFormat) -> list[d
             continue
         fields = {name: value for name, value in message.items() if name != "tool_calls"}
         calls = [
-            ToolCall(
-                str(_function(call)["name"]),
-                json.dumps(_arguments(_function(call), f"messages[{i}].tool_calls[{j}]"), ensure_ascii=False),
-            )
+            _written_call(_function(call), f"messages[{i}].tool_calls[{j}]")
             for j, call in enumerate(_calls(message.get("tool_calls")))
         ]
         if calls:
             fields["content"] = "\n".join(filter(None, (str(message["content"]), form.notation.write(calls))))
         written.append(fields)
     return written
+
+
+def _written_call(function: Mapping[str, Json], place: str) -> ToolCall:
+    arguments = _arguments(function, place)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(str(function["name"]), text)
 
 
 def _described(
@@ -249,19 +252,18 @@ def _function(call: Mapping[str, Json]) -> Mapping[str, Json]:
     return cast("Mapping[str, Json]", call["function"])
 
 
-def _arguments(function: Mapping[str, Json], place: str) -> dict[str, Json]:
-    """Return the arguments of a call as an object.
+def _arguments(function: Mapping[str, Json], place: str) -> dict[str, Json] | str:
+    """Return the arguments of a call as an object, or as text if the model wrote invalid or incomplete JSON.
 
     Raises:
-        ValueError: the arguments are not the text of a JSON object.
+        ValueError: the arguments are not the text of a JSON object, not even its beginning.
     """
     text = cast(str, function["arguments"]).strip() or "{}"  # many clients send "" for a call without arguments
-    try:
-        arguments: Json = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if not text.startswith("{"):
         raise ValueError(
             f"{place}.function.arguments is {reprlib.repr(text)}; expected the text of a JSON object, such as '{{}}'."
         )
-    return arguments
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -147,12 +147,20 @@ def test_fallback_without_tools_describes_none():
 
 
 @pytest.mark.parametrize("template", [tool_templates.HERMES, tool_templates.PLAIN])
-@pytest.mark.parametrize("arguments", ["[]", "{", "3", "null", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["[]", "3", "null", "[" * 100_000])
 def test_arguments_that_are_not_an_object_are_rejected(template, arguments):
     messages = conversation("Sunny.", arguments=arguments)
     expected = r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is .*; expected the text of a JSON object"
     with pytest.raises(ValueError, match=expected):
         detect_tool_support(tokenizer(template)).messages(messages, TOOLS)
+
+
+@pytest.mark.parametrize("template", [tool_templates.HERMES, tool_templates.PLAIN])
+@pytest.mark.parametrize("arguments", ['{"place": "Ro', '{"place": }', '{"a":' * 100_000])
+def test_calls_that_the_model_did_not_finish_are_rendered_as_written(template, arguments):
+    """The server may have returned such a call itself, so a client may send it back with an error as its result."""
+    text = rendered(template, conversation("No JSON.", arguments=arguments))
+    assert arguments in text or json.dumps(arguments) in text
 
 
 def test_calls_are_separated_for_templates_that_take_one_call_in_a_message():
