@@ -4,7 +4,7 @@
 import dataclasses
 import operator
 from collections.abc import Container, Iterable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Packed:
     @property
     def is_ready(self) -> bool:
         """Whether the output can be read without waiting."""
-        return self.integers.is_ready()
+        return bool(cast(Any, self.integers).is_ready())  # missing from JAX's type stubs
 
 
 @pytree
