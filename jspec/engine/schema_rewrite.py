@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 from jspec.core.types import Json
-from jspec.engine.schema_limits import MAX_VALUES, resolved
+from jspec.engine.schema_limits import MAX_VALUES, anchors, floors_of_fractions, resolved
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
 from jspec.engine.schema_unions import disjoint_branches
@@ -31,8 +31,8 @@ FORMATS = frozenset(
 ONE_SPELLING: dict[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
 _MAX_ARRAYS = 400
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_KEPT = ("type", "required", "pattern", *_BOUNDS)
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_KEPT = ("type", "required", "pattern", "multipleOf")
 _REJECTED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
@@ -51,7 +51,8 @@ def rewritten(schema: Mapping[str, Json]) -> _Dict:
 
     - Branches of a ``oneOf`` that may overlap require the property that ``discriminator`` names, or exclude a property
       that another branch requires.
-    - Integer bounds above 2^53 move inwards.
+    - Bounds above 2^53 move inwards, and so do exclusive bounds next to a fraction, such as 2 next to 2.5. They move to
+      the next number, or from 0 by 1e-30.
     - Keywords are enforced even if ``$schema`` names a draft that lacks them.
 
     Args:
@@ -72,7 +73,7 @@ class _Rewriter:
         self._waiting: list[str] = []
         self._overlap = Overlap(self._target)
         self._arrays_left, self._nodes_left = _MAX_ARRAYS, MAX_VALUES
-        self._anchors = _anchors(root)
+        self._anchors, self._floors = anchors(root), floors_of_fractions(root)
 
     def document(self) -> _Dict:
         """Return the rewritten root, with the rewritten targets of all reachable references."""
@@ -119,7 +120,7 @@ class _Rewriter:
             raise unenforceable(
                 path, f"$ref {json.dumps(reference)}", "refer to a part of this schema, such as #/$defs/name"
             )
-        if reference in ("#", "#/"):
+        if reference == "#":
             out["$ref"] = "#"
             return []
         if reference not in self._names:
@@ -135,7 +136,11 @@ class _Rewriter:
         return []
 
     def _keep(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[keyword] = inner_bound(keyword, node[keyword]) if keyword in _BOUNDS else node[keyword]
+        out[keyword] = node[keyword]
+        return []
+
+    def _bound(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        out[keyword] = inner_bound(keyword, node[keyword], self._floors, path)
         return []
 
     def _literal(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -239,12 +244,13 @@ class _Rewriter:
         return [{"minItems": least} | ({} if most is None else {"maxItems": most})]
 
     def _unevaluated(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        same = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[keyword]
+        same = "additionalProperties" if keyword == "unevaluatedProperties" else "items"
         if node[keyword] in (True, {}):
             return []
         if {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "contains"} & {*node}:
             raise unenforceable(path, keyword, f"use {same} in the schema that has the properties or items")
-        if same not in node:
+        decides = "additionalItems" if isinstance(node.get(same), list) else same  # a list: drafts before 2020-12
+        if decides not in node:
             out[same] = self.schema(node[keyword], f"{path}.{keyword}")
         return []
 
@@ -281,6 +287,7 @@ class _Rewriter:
 
     _HANDLERS: ClassVar[dict[str, Callable[["_Rewriter", str, Node, str, _Dict], list[Json]]]] = {
         **dict.fromkeys(_KEPT, _keep),
+        **dict.fromkeys(_BOUNDS, _bound),
         **dict.fromkeys(("const", "enum"), _literal),
         **dict.fromkeys(_COUNTS, _count),
         **dict.fromkeys(("properties", "patternProperties"), _subschema_map),
@@ -332,19 +339,3 @@ def _conjunction(schema: Json, more: Json) -> Json:
 
 def _is_old(draft: Json) -> bool:
     return isinstance(draft, str) and re.search("draft(-0|/2019)", draft) is not None
-
-
-def _anchors(root: Json) -> dict[str, Json]:
-    """Return the parts of a schema that have an ``$anchor``, or an ``$id`` that is only a fragment."""
-    anchors: dict[str, Json] = {}
-    waiting = [root]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            for name in (part.get("$anchor"), part.get("$id")):
-                if isinstance(name, str) and (name.startswith("#") or name == part.get("$anchor")):
-                    anchors[name.lstrip("#")] = part
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-    return anchors
