@@ -148,7 +148,7 @@ def _short(number: int) -> str:
 
 def _longest_chain(schema: _Node) -> int:
     """Return the length of the longest chain of references, or an approximate lower bound if there are cycles."""
-    references = _references_of_parts()
+    references = references_of_parts()
     following = {"": references(schema)}
     longest: dict[str, int] = {}
     waiting = [(name, False) for name in following[""]]
@@ -164,7 +164,7 @@ def _longest_chain(schema: _Node) -> int:
     return max(longest.values(), default=0)
 
 
-def _references_of_parts() -> Callable[[Json], list[str]]:
+def references_of_parts() -> Callable[[Json], list[str]]:
     """Return a function that lists the distinct $ref values in a part of a schema, and reads each part only once.
 
     Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.

@@ -12,6 +12,7 @@ from jspec.core.types import Json
 from jspec.engine.schema_limits import MAX_VALUES, anchors, floors_of_fractions, resolved
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
+from jspec.engine.schema_references import Variants, recursive_references
 from jspec.engine.schema_unions import disjoint_branches
 from jspec.engine.schema_values import (
     allowed_names,
@@ -74,6 +75,7 @@ class _Rewriter:
         self._overlap = Overlap(self._target)
         self._arrays_left, self._nodes_left = _MAX_ARRAYS, MAX_VALUES
         self._anchors, self._floors = anchors(root), floors_of_fractions(root)
+        self._recursive, self._variants = recursive_references(root, self._target), Variants()
 
     def document(self) -> _Dict:
         """Return the rewritten root, with the rewritten targets of all reachable references."""
@@ -82,6 +84,8 @@ class _Rewriter:
         while self._waiting:
             reference = self._waiting.pop()
             definitions[self._names[reference]] = self.schema(self._target(reference), _reference_path(reference))
+        bodies = {"#": document} | {f"#/$defs/{name}": body for name, body in definitions.items()}
+        definitions |= self._variants.definitions(bodies)
         return document | ({"$defs": definitions} if definitions else {})
 
     def schema(self, schema: Json, path: str) -> Json:
@@ -105,7 +109,7 @@ class _Rewriter:
                 more += self._HANDLERS[keyword](self, keyword, node, path, out)
         if more:
             out["allOf"] = [*cast("list[Json]", out.get("allOf", [])), *more]
-        return out
+        return self._variants.separated(out)
 
     def _target(self, reference: str) -> Json:
         if reference.startswith("#") and not reference.startswith("#/") and len(reference) > 1:
@@ -120,14 +124,13 @@ class _Rewriter:
             raise unenforceable(
                 path, f"$ref {json.dumps(reference)}", "refer to a part of this schema, such as #/$defs/name"
             )
-        if reference == "#":
-            out["$ref"] = "#"
-            return []
-        if reference not in self._names:
+        if reference != "#" and reference not in self._names:
             stem = re.sub(r"\W", "_", reference.rpartition("/")[2].lstrip("#"), flags=re.ASCII)[:40]
             self._names[reference] = f"{stem}_{len(self._names)}"
             self._waiting.append(reference)
-        out["$ref"] = f"#/$defs/{self._names[reference]}"
+        out["$ref"] = "#" if reference == "#" else f"#/$defs/{self._names[reference]}"
+        if reference in self._recursive:
+            self._variants.recursive.add(str(out["$ref"]))
         return []
 
     def _id(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -195,13 +198,14 @@ class _Rewriter:
         branches = disjoint_branches(node, self._overlap)
         if branches is None:
             raise unenforceable(path, "oneOf", "use anyOf, or a property that each branch requires with another const")
-        union = {
-            "anyOf": [_conjunction(part, self.schema(more, path)) for part, more in zip(given, branches, strict=True)]
-        }
+        union = {"anyOf": [self._conjunction(*pair, path) for pair in zip(given, branches, strict=True)]}
         if "anyOf" in node:
             return [union]
         out |= union
         return []
+
+    def _conjunction(self, schema: Json, more: Json, path: str) -> Json:
+        return schema if more is True else self._variants.separated({"allOf": [schema, self.schema(more, path)]})
 
     def _not(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         return [self._negation(node["not"], path, "not")]
@@ -331,10 +335,6 @@ def _child_path(path: str, name: str) -> str:
 
 def _reference_path(reference: str) -> str:
     return "$" + reference[1:].replace("/", ".")[:200] if reference.startswith("#/") else reference[:200]
-
-
-def _conjunction(schema: Json, more: Json) -> Json:
-    return schema if more is True else {"allOf": [schema, more]}
 
 
 def _is_old(draft: Json) -> bool:

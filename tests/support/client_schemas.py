@@ -48,6 +48,16 @@ class Node(BaseModel):
     children: list["Node"] = []
 
 
+class Leaf(BaseModel):
+    kind: Literal["leaf"] = "leaf"
+    value: int
+
+
+class Branch(BaseModel):
+    kind: Literal["branch"] = "branch"
+    left: Annotated["Leaf | Branch", Field(discriminator="kind")]
+
+
 class Scalars(BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     at: datetime
@@ -224,6 +234,21 @@ SUPPORTED = {
         {"$schema": "https://json-schema.org/draft/2019-09/schema", "items": [INTEGER], "unevaluatedItems": False},
         [[1], [1, 2], ["a"]],
     ),
+    "reference to the root beside a keyword": (
+        OBJECT | {"properties": {"x": {"$ref": "#", "required": ["y"]}}},
+        [{}, {"x": {}}, {"x": {"y": 1}}, {"x": {"x": {"y": 1}, "y": 1}}, {"x": {"x": {}, "y": 1}}],
+    ),
+    "recursive reference beside a literal": (
+        {"type": ["object", "string"], "properties": {"x": {"$ref": "#", "const": "#"}}},
+        [{"x": "#"}, {"x": "a"}, {}, "a"],
+    ),
+    "recursive reference in allOf": (
+        {
+            "$ref": "#/$defs/n",
+            "$defs": {"n": OBJECT | {"properties": {"x": {"allOf": [{"required": ["y"]}, {"$ref": "#/$defs/n"}]}}}},
+        },
+        [{}, {"x": {}}, {"x": {"y": 1}}, {"x": {"x": {"y": 1}, "y": 1}}, {"x": {"x": {}, "y": 1}}],
+    ),
     "anchor": ({"$defs": {"x": {"$anchor": "here"} | INTEGER}, "items": {"$ref": "#here"}}, [[1], ["a"]]),
     "escaped reference": ({"$defs": {"a/b%": INTEGER}, "items": {"$ref": "#/$defs/a~1b%25"}}, [[1], ["a"]]),
     "reference into oneOf": ({"items": {"$ref": "#/oneOf/0"}, "oneOf": [{"type": "array"}, INTEGER]}, [3, [[]], [3]]),
@@ -232,6 +257,7 @@ SUPPORTED = {
 }
 # Valid instances that the rewritten schema excludes.
 STRICTER = {
+    "recursive tag": (Branch.model_json_schema(), {"left": {"value": 1}}),
     "tag": (Named.model_json_schema(), {"one": {"left": 1}}),
     "required differences": (
         {
