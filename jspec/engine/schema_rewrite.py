@@ -143,7 +143,10 @@ class _Rewriter:
         return []
 
     def _bound(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[keyword] = inner_bound(keyword, node[keyword], self._floors, path)
+        exclusive, value = f"exclusive{keyword.capitalize()}", node[keyword]
+        if not (keyword.startswith("exclusive") and isinstance(value, bool)):  # a flag for the other keyword in draft 4
+            keyword = exclusive if node.get(exclusive) is True else keyword
+            out[keyword] = inner_bound(keyword, value, self._floors, path)
         return []
 
     def _literal(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -156,8 +159,8 @@ class _Rewriter:
         return []
 
     def _format(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        if node["format"] in FORMATS:
-            out["format"] = node["format"]
+        if isinstance(name := node["format"], str) and name in FORMATS:
+            out["format"] = name
         return []
 
     def _subschema_map(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -271,7 +274,7 @@ class _Rewriter:
         return [{"patternProperties": {names: True}, "additionalProperties": False}]
 
     def _unique_items(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        if node["uniqueItems"] is not True:
+        if not node["uniqueItems"]:
             return []
         arrays = distinct_arrays(node, self._overlap, self._arrays_left)
         if arrays is None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from itertools import combinations
+from typing import cast
 
 from jspec.core.types import Json
 from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
@@ -135,7 +136,12 @@ def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | s
     if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
         return None
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    limits = {(as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))) for node in nodes}
+    limits: set[tuple[int, int | None]] = set()
+    for node in nodes:
+        least, most = as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))
+        if not isinstance(least, int) or not (isinstance(most, int) or "maxLength" not in node):
+            return None
+        limits.add((least, cast("int | None", most)))
     limits.discard((0, None))
     if any("enum" in node or "const" in node for node in nodes):
         return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
@@ -172,7 +178,8 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
     items = node.get("items", True)
     first = items if isinstance(items, list) else node.get("prefixItems", [])
     rest = node.get("additionalItems", True) if isinstance(items, list) else items
-    assert isinstance(first, list)
+    if not isinstance(first, list):
+        return None
     limit = min(most if isinstance(most, int) else math.inf, len(first) if rest is False else math.inf)
     if limit <= 1 or "array" not in overlap.types(node):
         return []

@@ -136,6 +136,7 @@ SUPPORTED = {
     "type": ({"type": ["string", "null"]}, ANY),
     "nullable is an annotation": ({"type": "string", "nullable": True}, ANY),
     "unknown format": ({"type": "string", "format": "binary"}, ["x", 1]),
+    "format that is no string": ({"type": "string", "format": {}}, ["x", 1]),
     "library options": ({"x-guidance": {"lenient": True}, "type": "object", "properties": {"a": INTEGER}}, NAMES),
     "const": ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}, {"a": [1]}]),
     "large bounds": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -5, 2**63, 2**70, 1.5]),
@@ -150,6 +151,17 @@ SUPPORTED = {
         [-2, -2.1, -2.5, -3],
     ),
     "upper bound of 0 next to a fraction": ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, [0, -0.1, -1]),
+    "bounds of draft 4": (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "number",
+            "minimum": 2,
+            "exclusiveMinimum": True,
+            "maximum": 2.5,
+            "exclusiveMaximum": False,
+        },
+        [2, 2.1, 2.5, 3],
+    ),
     "exclusive bound of 2^53": ({"type": "integer", "exclusiveMinimum": 2**53}, [0, 2**53, 2**53 + 9]),
     "exclusive bound of 2^60": ({"type": "integer", "exclusiveMaximum": 2**60}, [0, 2**60, 2**60 - 999]),
     "large bound of numbers": ({"type": "number", "minimum": -(2**60)}, [0, -1152921504606847000, -(2**59)]),
@@ -306,5 +318,7 @@ REFUSED = {
     },
     "$.items is not a schema": {"items": 3},
     "$.anyOf is not a list of schemas": {"anyOf": []},
+    "$ has propertyNames, which cannot": {"propertyNames": {"minLength": {}}},
+    "$.items has uniqueItems, which": {"items": {"uniqueItems": True, "prefixItems": None}},
     "$.properties is not an object": {"properties": []},
 }
