@@ -12,6 +12,7 @@ from jspec.core.types import Json
 from jspec.engine.schema_limits import MAX_VALUES, anchors, floors_of_fractions, resolved
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
+from jspec.engine.schema_patterns import without_nul
 from jspec.engine.schema_references import Variants, recursive_references
 from jspec.engine.schema_unions import disjoint_branches
 from jspec.engine.schema_values import (
@@ -139,7 +140,8 @@ class _Rewriter:
         return []
 
     def _keep(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[keyword] = node[keyword]
+        value = node[keyword]
+        out[keyword] = without_nul(value) if keyword == "pattern" and isinstance(value, str) else value
         return []
 
     def _bound(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -167,7 +169,8 @@ class _Rewriter:
         given = node[keyword]
         if not isinstance(given, Mapping):
             raise ValueError(f"{path}.{keyword} is not an object; expected an object of schemas.")
-        out[keyword] = {name: self.schema(part, _child_path(f"{path}.{keyword}", name)) for name, part in given.items()}
+        parts = {name: self.schema(part, _child_path(f"{path}.{keyword}", name)) for name, part in given.items()}
+        out[keyword] = parts if keyword == "properties" else {without_nul(name): parts[name] for name in parts}
         return []
 
     def _subschema(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -271,7 +274,7 @@ class _Rewriter:
             return [{"properties": dict.fromkeys(names, True), "additionalProperties": False}]
         if names is None or "patternProperties" in node:
             raise unenforceable(path, "propertyNames", "use enum, const, or one pattern, and no patternProperties")
-        return [{"patternProperties": {names: True}, "additionalProperties": False}]
+        return [{"patternProperties": {without_nul(names): True}, "additionalProperties": False}]
 
     def _unique_items(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         if not node["uniqueItems"]:

@@ -168,6 +168,21 @@ SUPPORTED = {
     "unlimited bound": ({"type": "number", "maximum": 1.7976931348623157e308}, [0, 1.5, "x"]),
     "multiples": ({"type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [4, 6, 12, 18, 24]),
     "multiple": ({"type": "integer", "multipleOf": 3}, [-6, 0, 4, 9]),
+    "pattern without quotes": ({"type": "string", "pattern": '^[^"]*$'}, ["", "a", "\n", '"', 'a"', "\\", "é", "]"]),
+    "pattern without backslashes": (
+        {"type": "string", "pattern": "^[^\\\\\\]]+$"},
+        ["a", "\n", '"', "\\", "a\\b", "]"],
+    ),
+    "pattern of a range": ({"type": "string", "pattern": "^[\\x00-!#-~]$"}, ["a", "\n", "!", '"', "#", "\\", "é"]),
+    "pattern of escaped text": (
+        {"type": "string", "pattern": '^(?:[^"\\\\]|\\\\.){1,2}$'},
+        ["a", '"', '\\"', "\\", "\n", "a\\", '\\"a', 'a"'],
+    ),
+    "patterns of names without quotes": (
+        CLOSED | {"patternProperties": {'^[^"]$': INTEGER}},
+        [{"a": 1}, {'"': 1}, {"\\": 1}, {"\n": 1}, {"]": "x"}],
+    ),
+    "names without quotes": (OBJECT | {"propertyNames": {"pattern": '^[^"]$'}}, [{"a": 1}, {'"': 1}, {"\\": 1}]),
     "lengths": ({"type": "string", "minLength": 1.0, "maxLength": 2}, ["", "a", "é😀", "abc"]),
     "items": ({"type": "array", "prefixItems": [INTEGER], "items": False}, [[], [1], [1, 2], ["a"]]),
     "additional": (OBJECT | {"properties": {"a": INTEGER}, "additionalProperties": {"type": "string"}}, NAMES),
@@ -215,6 +230,10 @@ SUPPORTED = {
     "not string": (
         {"type": "string", "not": {"enum": ["ab", "a.", ""]}},
         ["", "a", "ab", "abc", "b", "a.", "aX", "\n"],
+    ),
+    "not string with a quote": (
+        {"type": "string", "not": {"enum": ['"', 'a"', "\\", "\\b", ""]}},
+        ["", "a", '"', 'a"', '""', "\\", "\\b", "\\a", "\n"],
     ),
     "not number": ({"not": {"const": 0}}, ANY),
     "not numbers": ({"type": "number", "not": {"enum": [2, 2.5]}}, [1, 2, 2.1, 2.5, 3]),
