@@ -23,6 +23,7 @@ from jspec.engine.schema_values import (
     check_literal,
     distinct_arrays,
     inner_bound,
+    with_names,
 )
 
 FORMATS = frozenset(
@@ -290,10 +291,10 @@ class _Rewriter:
         return [{"anyOf": arrays}] if arrays else []
 
     def _min_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        return _counted(at_least(node), "minProperties", path, out)
+        return _counted(at_least(with_names(node, self._target)), "minProperties", path, out)
 
     def _max_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        return _counted(at_most(node), "maxProperties", path, out)
+        return _counted(at_most(with_names(node, self._target)), "maxProperties", path, out)
 
     _HANDLERS: ClassVar[dict[str, Callable[["_Rewriter", str, Node, str, _Dict], list[Json]]]] = {
         **dict.fromkeys(_KEPT, _keep),

@@ -72,6 +72,16 @@ def check_literal(value: Json, path: str) -> None:
             check_literal(item, path)
 
 
+def with_names(node: Node, resolve: Callable[[str], Json]) -> Node:
+    """Return a node that lists all properties, if its ``propertyNames`` allows only certain names."""
+    names = allowed_names(node["propertyNames"], resolve) if "propertyNames" in node else None
+    if not isinstance(names, list) or "patternProperties" in node:
+        return node
+    given = node.get("properties")
+    known = given if isinstance(given, Mapping) else cast(Node, {})
+    return {**node, "properties": {name: known.get(name, True) for name in names}, "additionalProperties": False}
+
+
 def at_least(node: Node) -> Json:
     """Return alternative schemas that enforce minProperties, the number itself if that suffices, or None.
 

@@ -259,6 +259,12 @@ SUPPORTED = {
     "at most two": (CLOSED | {"properties": ABC, "maxProperties": 2}, NAMES),
     "at most none": (OBJECT | {"properties": ABC, "maxProperties": 0}, NAMES),
     "at most one more": (OBJECT | {"properties": {"a": INTEGER}, "required": ["a"], "maxProperties": 2}, NAMES),
+    "at least two of the names": (
+        OBJECT | {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": INTEGER, "minProperties": 2},
+        NAMES,
+    ),
+    "at most two of the names": (OBJECT | {"propertyNames": {"enum": ["a", "b", "c"]}, "maxProperties": 2}, NAMES),
+    "at most two of a few names": (OBJECT | {"propertyNames": {"enum": ["a", "b"]}, "maxProperties": 2}, NAMES),
     "unevaluated": (OBJECT | {"properties": {"a": INTEGER}, "unevaluatedProperties": False}, NAMES),
     "unevaluated items": ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, [[1], [1, 2]]),
     "unevaluated items beside a list": (
