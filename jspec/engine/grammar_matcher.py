@@ -1,16 +1,18 @@
 """Grammars compiled with llguidance, and masks for drafts. This module imports neither JAX nor the rest of jspec."""
 
 import contextlib
+import json
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _PROBE_STEPS, _PROBE_SECONDS = 32, 0.1
+_SEARCH_SECONDS = 0.5
 Mask = TypeVar("Mask", covariant=True)
 _Reset: TypeAlias = "Callable[[list[int]], _Matcher[Mask]]"
 
@@ -142,18 +144,56 @@ def compile_grammar(tokenizer: "LLTokenizer", kind: str, text: str, num_bytes: i
     Raises:
         ValueError: llguidance rejects the grammar.
     """
+    matcher = _matcher(tokenizer, kind, text)
+    if matcher.is_error():
+        place = _place(tokenizer, text) if kind == "schema" else "$"  # llguidance's message names no place
+        raise ValueError(sentence(matcher.get_error()) + ("" if place == "$" else f" (at {place})"))
+    first = LLGuidance(matcher, num_bytes)
+    _probe(first)
+    return first
+
+
+def _matcher(tokenizer: "LLTokenizer", kind: str, text: str) -> "LLMatcher":
     from llguidance import LLMatcher
 
     if kind == "schema":
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
     else:
         grammar = (LLMatcher.grammar_from_regex if kind == "regular expression" else LLMatcher.grammar_from_lark)(text)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if matcher.is_error():
-        raise ValueError(sentence(matcher.get_error()))
-    first = LLGuidance(matcher, num_bytes)
-    _probe(first)
-    return first
+    return LLMatcher(tokenizer, grammar, log_level=0)
+
+
+def _place(tokenizer: "LLTokenizer", text: str) -> str:
+    """Return the path of the smallest part of a rejected schema without which llguidance accepts the schema."""
+    schema, begun = json.loads(text), time.monotonic()
+    path, node, is_found = "$", schema, True
+    while is_found:
+        is_found = False
+        for parent, key, step in _parts(node):
+            if time.monotonic() > begun + _SEARCH_SECONDS:
+                return path
+            part, parent[key] = parent[key], True
+            is_found = not _matcher(tokenizer, "schema", json.dumps(schema)).is_error()
+            parent[key] = part
+            if is_found:
+                path, node = path + step, part
+                break
+    return path
+
+
+def _parts(schema: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield a container, a key and a path for each direct part of a schema that is a schema."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in cast("dict[str, Any]", schema).items():
+        if keyword in ("properties", "patternProperties", "$defs"):
+            for name in cast("dict[str, Any]", value):
+                step = f".{name}" if re.fullmatch(r"\w{1,40}", name) else f"[{json.dumps(name[:40])}]"
+                yield value, name, f".{keyword}{step}"
+        elif keyword in ("prefixItems", "anyOf", "allOf"):
+            yield from ((value, i, f".{keyword}[{i}]") for i in range(len(value)))
+        elif keyword in ("items", "additionalProperties"):
+            yield schema, keyword, f".{keyword}"
 
 
 def _probe(first: LLGuidance) -> None:

@@ -2,11 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import TypeAlias, cast
 from urllib.parse import unquote
 
 from jspec.core.types import Json
+from jspec.engine.schema_overlap import ANNOTATIONS
 
 MAX_DEPTH = 64
 MAX_VALUES = 50_000
@@ -19,6 +21,9 @@ MAX_COMBINED_PATTERNS = 8
 MAX_REFERENCED_VALUES = 200_000
 _REPEAT = re.compile(r"\{(\d*+),?(\d*+)\}")  # possessive, because a run of digits would otherwise take quadratic time
 _MAX_REPEAT = 10_000
+_MAX_PRODUCT = 2**32  # llguidance multiplies two multiples in 32 bits when it combines schemas
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "$ref"})
+_NOT_COMBINED = ANNOTATIONS | {"$schema", "$id", "$defs", "definitions", "discriminator"}
 _Node: TypeAlias = Mapping[str, Json]
 
 
@@ -36,6 +41,7 @@ def check_schema(schema: Mapping[str, object]) -> None:
         check_regex(pattern)
     for node in nodes:
         _check_combination(node)
+    _check_multiples(nodes)
     length = _longest_chain(cast(_Node, schema))
     if length > MAX_REFERENCES:
         raise _excess("references in one chain of $ref", length, MAX_REFERENCES)
@@ -100,6 +106,31 @@ def _check_combination(node: _Node) -> None:
             )
 
 
+def _check_multiples(nodes: Sequence[_Node]) -> None:
+    """Check the multiples of a schema that combines schemas, as if all of them applied to one number."""
+    numbers = (node.get("multipleOf") for node in nodes)
+    fractions = [
+        Fraction(repr(v)) for v in numbers if isinstance(v, int | float) and 0 < v < math.inf and v is not True
+    ]
+    if not fractions or not any(map(_combines, nodes)):
+        return
+    unit = math.lcm(*(10 ** _num_decimals(fraction) for fraction in fractions))
+    multiples = [int(fraction * unit) for fraction in fractions]
+    if math.lcm(*multiples) * max(multiples) >= _MAX_PRODUCT:
+        raise ValueError(
+            "The schema combines schemas (with allOf, $ref or similar keywords), and the least common multiple of its "
+            "multiples (multipleOf) is too large; use smaller multiples."
+        )
+
+
+def _combines(node: _Node) -> bool:
+    return "allOf" in node or bool({*node} & _COMBINING and len({*node} - _NOT_COMBINED) > 1)
+
+
+def _num_decimals(fraction: Fraction) -> int:
+    return next(count for count in range(400) if 10**count % fraction.denominator == 0)
+
+
 def _steps(multiple: Json) -> int:
     """Return the number of remainders to track for a multipleOf, from its decimal digits; 1 if it is not a number."""
     if isinstance(multiple, int) and not isinstance(multiple, bool):
@@ -117,7 +148,7 @@ def _short(number: int) -> str:
 
 def _longest_chain(schema: _Node) -> int:
     """Return the length of the longest chain of references, or an approximate lower bound if there are cycles."""
-    references = _references_of_parts()
+    references = references_of_parts()
     following = {"": references(schema)}
     longest: dict[str, int] = {}
     waiting = [(name, False) for name in following[""]]
@@ -133,7 +164,7 @@ def _longest_chain(schema: _Node) -> int:
     return max(longest.values(), default=0)
 
 
-def _references_of_parts() -> Callable[[Json], list[str]]:
+def references_of_parts() -> Callable[[Json], list[str]]:
     """Return a function that lists the distinct $ref values in a part of a schema, and reads each part only once.
 
     Many names can stand for one part, and parts can contain one another, so the limit applies to all values read.
@@ -171,3 +202,20 @@ def resolved(schema: Json, name: str) -> Json:
         else:
             return None
     return schema
+
+
+def anchors(root: Json) -> dict[str, Json]:
+    """Return the parts of a schema that have an ``$anchor``, or an ``$id`` that is only a fragment."""
+    found: dict[str, Json] = {}
+    for part in _values(root):
+        if isinstance(part, Mapping):
+            for name in (part.get("$anchor"), part.get("$id")):
+                if isinstance(name, str) and (name.startswith("#") or name == part.get("$anchor")):
+                    found[name.lstrip("#")] = part
+    return found
+
+
+def floors_of_fractions(root: Json) -> frozenset[int]:
+    """Return the floors of all numbers in a schema that are not integers."""
+    numbers = (value for value in _values(root) if isinstance(value, float) and math.isfinite(value))
+    return frozenset(math.floor(value) for value in numbers if not value.is_integer())

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, cast
 
 from jspec.core.types import Json
-from jspec.engine.schema_limits import MAX_VALUES, resolved
+from jspec.engine.schema_limits import MAX_VALUES, anchors, floors_of_fractions, resolved
 from jspec.engine.schema_negation import NotExpressible, negated
 from jspec.engine.schema_overlap import Node, Overlap
+from jspec.engine.schema_patterns import without_nul
+from jspec.engine.schema_references import Variants, recursive_references
 from jspec.engine.schema_unions import disjoint_branches
 from jspec.engine.schema_values import (
     allowed_names,
@@ -21,6 +23,7 @@ from jspec.engine.schema_values import (
     check_literal,
     distinct_arrays,
     inner_bound,
+    with_names,
 )
 
 FORMATS = frozenset(
@@ -31,8 +34,8 @@ FORMATS = frozenset(
 ONE_SPELLING: dict[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
 _MAX_ARRAYS = 400
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_KEPT = ("type", "required", "pattern", *_BOUNDS)
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_KEPT = ("type", "required", "pattern", "multipleOf")
 _REJECTED = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
@@ -51,7 +54,8 @@ def rewritten(schema: Mapping[str, Json]) -> _Dict:
 
     - Branches of a ``oneOf`` that may overlap require the property that ``discriminator`` names, or exclude a property
       that another branch requires.
-    - Integer bounds above 2^53 move inwards.
+    - Bounds above 2^53 move inwards, and so do exclusive bounds next to a fraction, such as 2 next to 2.5. They move to
+      the next number, or from 0 by 1e-30.
     - Keywords are enforced even if ``$schema`` names a draft that lacks them.
 
     Args:
@@ -72,7 +76,8 @@ class _Rewriter:
         self._waiting: list[str] = []
         self._overlap = Overlap(self._target)
         self._arrays_left, self._nodes_left = _MAX_ARRAYS, MAX_VALUES
-        self._anchors = _anchors(root)
+        self._anchors, self._floors = anchors(root), floors_of_fractions(root)
+        self._recursive, self._variants = recursive_references(root, self._target), Variants()
 
     def document(self) -> _Dict:
         """Return the rewritten root, with the rewritten targets of all reachable references."""
@@ -81,6 +86,8 @@ class _Rewriter:
         while self._waiting:
             reference = self._waiting.pop()
             definitions[self._names[reference]] = self.schema(self._target(reference), _reference_path(reference))
+        bodies = {"#": document} | {f"#/$defs/{name}": body for name, body in definitions.items()}
+        definitions |= self._variants.definitions(bodies)
         return document | ({"$defs": definitions} if definitions else {})
 
     def schema(self, schema: Json, path: str) -> Json:
@@ -104,7 +111,7 @@ class _Rewriter:
                 more += self._HANDLERS[keyword](self, keyword, node, path, out)
         if more:
             out["allOf"] = [*cast("list[Json]", out.get("allOf", [])), *more]
-        return out
+        return self._variants.separated(out)
 
     def _target(self, reference: str) -> Json:
         if reference.startswith("#") and not reference.startswith("#/") and len(reference) > 1:
@@ -119,14 +126,13 @@ class _Rewriter:
             raise unenforceable(
                 path, f"$ref {json.dumps(reference)}", "refer to a part of this schema, such as #/$defs/name"
             )
-        if reference in ("#", "#/"):
-            out["$ref"] = "#"
-            return []
-        if reference not in self._names:
+        if reference != "#" and reference not in self._names:
             stem = re.sub(r"\W", "_", reference.rpartition("/")[2].lstrip("#"), flags=re.ASCII)[:40]
             self._names[reference] = f"{stem}_{len(self._names)}"
             self._waiting.append(reference)
-        out["$ref"] = f"#/$defs/{self._names[reference]}"
+        out["$ref"] = "#" if reference == "#" else f"#/$defs/{self._names[reference]}"
+        if reference in self._recursive:
+            self._variants.recursive.add(str(out["$ref"]))
         return []
 
     def _id(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -135,7 +141,15 @@ class _Rewriter:
         return []
 
     def _keep(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        out[keyword] = inner_bound(keyword, node[keyword]) if keyword in _BOUNDS else node[keyword]
+        value = node[keyword]
+        out[keyword] = without_nul(value) if keyword == "pattern" and isinstance(value, str) else value
+        return []
+
+    def _bound(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
+        exclusive, value = f"exclusive{keyword.capitalize()}", node[keyword]
+        if not (keyword.startswith("exclusive") and isinstance(value, bool)):  # a flag for the other keyword in draft 4
+            keyword = exclusive if node.get(exclusive) is True else keyword
+            out[keyword] = inner_bound(keyword, value, self._floors, path)
         return []
 
     def _literal(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -148,15 +162,16 @@ class _Rewriter:
         return []
 
     def _format(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        if node["format"] in FORMATS:
-            out["format"] = node["format"]
+        if isinstance(name := node["format"], str) and name in FORMATS:
+            out["format"] = name
         return []
 
     def _subschema_map(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         given = node[keyword]
         if not isinstance(given, Mapping):
             raise ValueError(f"{path}.{keyword} is not an object; expected an object of schemas.")
-        out[keyword] = {name: self.schema(part, _child_path(f"{path}.{keyword}", name)) for name, part in given.items()}
+        parts = {name: self.schema(part, _child_path(f"{path}.{keyword}", name)) for name, part in given.items()}
+        out[keyword] = parts if keyword == "properties" else {without_nul(name): parts[name] for name in parts}
         return []
 
     def _subschema(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
@@ -190,13 +205,14 @@ class _Rewriter:
         branches = disjoint_branches(node, self._overlap)
         if branches is None:
             raise unenforceable(path, "oneOf", "use anyOf, or a property that each branch requires with another const")
-        union = {
-            "anyOf": [_conjunction(part, self.schema(more, path)) for part, more in zip(given, branches, strict=True)]
-        }
+        union = {"anyOf": [self._conjunction(*pair, path) for pair in zip(given, branches, strict=True)]}
         if "anyOf" in node:
             return [union]
         out |= union
         return []
+
+    def _conjunction(self, schema: Json, more: Json, path: str) -> Json:
+        return schema if more is True else self._variants.separated({"allOf": [schema, self.schema(more, path)]})
 
     def _not(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
         return [self._negation(node["not"], path, "not")]
@@ -239,12 +255,13 @@ class _Rewriter:
         return [{"minItems": least} | ({} if most is None else {"maxItems": most})]
 
     def _unevaluated(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        same = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[keyword]
+        same = "additionalProperties" if keyword == "unevaluatedProperties" else "items"
         if node[keyword] in (True, {}):
             return []
         if {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "dependencies", "contains"} & {*node}:
             raise unenforceable(path, keyword, f"use {same} in the schema that has the properties or items")
-        if same not in node:
+        decides = "additionalItems" if isinstance(node.get(same), list) else same  # a list: drafts before 2020-12
+        if decides not in node:
             out[same] = self.schema(node[keyword], f"{path}.{keyword}")
         return []
 
@@ -258,10 +275,10 @@ class _Rewriter:
             return [{"properties": dict.fromkeys(names, True), "additionalProperties": False}]
         if names is None or "patternProperties" in node:
             raise unenforceable(path, "propertyNames", "use enum, const, or one pattern, and no patternProperties")
-        return [{"patternProperties": {names: True}, "additionalProperties": False}]
+        return [{"patternProperties": {without_nul(names): True}, "additionalProperties": False}]
 
     def _unique_items(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        if node["uniqueItems"] is not True:
+        if not node["uniqueItems"]:
             return []
         arrays = distinct_arrays(node, self._overlap, self._arrays_left)
         if arrays is None:
@@ -274,13 +291,14 @@ class _Rewriter:
         return [{"anyOf": arrays}] if arrays else []
 
     def _min_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        return _counted(at_least(node), "minProperties", path, out)
+        return _counted(at_least(with_names(node, self._target)), "minProperties", path, out)
 
     def _max_properties(self, keyword: str, node: Node, path: str, out: _Dict) -> list[Json]:
-        return _counted(at_most(node), "maxProperties", path, out)
+        return _counted(at_most(with_names(node, self._target)), "maxProperties", path, out)
 
     _HANDLERS: ClassVar[dict[str, Callable[["_Rewriter", str, Node, str, _Dict], list[Json]]]] = {
         **dict.fromkeys(_KEPT, _keep),
+        **dict.fromkeys(_BOUNDS, _bound),
         **dict.fromkeys(("const", "enum"), _literal),
         **dict.fromkeys(_COUNTS, _count),
         **dict.fromkeys(("properties", "patternProperties"), _subschema_map),
@@ -326,25 +344,5 @@ def _reference_path(reference: str) -> str:
     return "$" + reference[1:].replace("/", ".")[:200] if reference.startswith("#/") else reference[:200]
 
 
-def _conjunction(schema: Json, more: Json) -> Json:
-    return schema if more is True else {"allOf": [schema, more]}
-
-
 def _is_old(draft: Json) -> bool:
     return isinstance(draft, str) and re.search("draft(-0|/2019)", draft) is not None
-
-
-def _anchors(root: Json) -> dict[str, Json]:
-    """Return the parts of a schema that have an ``$anchor``, or an ``$id`` that is only a fragment."""
-    anchors: dict[str, Json] = {}
-    waiting = [root]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            for name in (part.get("$anchor"), part.get("$id")):
-                if isinstance(name, str) and (name.startswith("#") or name == part.get("$anchor")):
-                    anchors[name.lstrip("#")] = part
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-    return anchors

@@ -1,8 +1,10 @@
 """Rewrites of single keywords: numbers, counts of properties, names of properties and distinct items."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
 from itertools import combinations
+from typing import cast
 
 from jspec.core.types import Json
 from jspec.engine.schema_overlap import ANNOTATIONS, Node, Overlap, required, type_names, value_key, values_of
@@ -11,6 +13,7 @@ MAX_COMBINATIONS = 100
 _NAME_KEYWORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
 _EXACT = 2**53  # llguidance reads numbers as float64
 _LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
+_SMALLEST = 1e-30  # used as the number next to 0: the true one has so many digits that llguidance rejects it
 NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
 _NOT_ARRAYS: Json = {"type": ["null", "boolean", "number", "string", "object"]}
 
@@ -20,16 +23,33 @@ def as_integer(value: Json) -> Json:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def inner_bound(keyword: str, value: Json) -> Json:
-    """Return a bound of a number. An integer moves inwards to the nearest one that llguidance reads exactly."""
-    if not isinstance(value, int) or abs(value) <= _EXACT:
+def inner_bound(keyword: str, value: Json, floors: Collection[int], path: str) -> Json:
+    """Return a bound of a number, and any other value unchanged. The bound moves inwards if llguidance needs it.
+
+    A bound moves if llguidance would round it outwards, or if it is exclusive, an integer, and next to one of the
+    fractions with the given `floors`. In the range from 2 (exclusive) to 2.5, for example, llguidance allows 2.
+
+    Raises:
+        ValueError: all numbers within the bound are beyond 2^63.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         return value
-    is_above = keyword in ("maximum", "exclusiveMaximum")
-    inner = min(value, _LARGEST) if is_above else max(value, -_LARGEST)
-    rounded = float(inner)
-    if (rounded > inner and is_above) or (rounded < inner and not is_above):
-        rounded = math.nextafter(rounded, -math.inf if is_above else math.inf)
-    return int(rounded)
+    is_above, is_exclusive = keyword in ("maximum", "exclusiveMaximum"), keyword.startswith("exclusive")
+    inwards = -math.inf if is_above else math.inf
+    if abs(value) < _EXACT:
+        if not is_exclusive or value != math.floor(value) or value - is_above not in floors:
+            return value
+        return math.nextafter(value, inwards) if value else math.copysign(_SMALLEST, inwards)
+    if (value < -_LARGEST) if is_above else (value > _LARGEST):
+        raise ValueError(f"{path} has {keyword} {str(value)[:40]}; expected a bound that numbers below 2^63 satisfy.")
+
+    def is_inside(number: Decimal) -> bool:
+        return (number < value if is_above else number > value) or (number == value and not is_exclusive)
+
+    bound = float(min(value, _LARGEST) if is_above else max(value, -_LARGEST))
+    while not (is_inside(Decimal(bound)) and is_inside(Decimal(repr(bound)))):  # llguidance uses either, by type
+        bound = math.nextafter(bound, inwards)
+    return int(bound)
 
 
 def check_literal(value: Json, path: str) -> None:
@@ -50,6 +70,16 @@ def check_literal(value: Json, path: str) -> None:
     elif isinstance(value, list):
         for item in value:
             check_literal(item, path)
+
+
+def with_names(node: Node, resolve: Callable[[str], Json]) -> Node:
+    """Return a node that lists all properties, if its ``propertyNames`` allows only certain names."""
+    names = allowed_names(node["propertyNames"], resolve) if "propertyNames" in node else None
+    if not isinstance(names, list) or "patternProperties" in node:
+        return node
+    given = node.get("properties")
+    known = given if isinstance(given, Mapping) else cast(Node, {})
+    return {**node, "properties": {name: known.get(name, True) for name in names}, "additionalProperties": False}
 
 
 def at_least(node: Node) -> Json:
@@ -116,7 +146,12 @@ def allowed_names(schema: Json, resolve: Callable[[str], Json]) -> list[str] | s
     if nodes is None or not all("string" in type_names(node.get("type")) for node in nodes):
         return None
     patterns = {str(node["pattern"]) for node in nodes if "pattern" in node}
-    limits = {(as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))) for node in nodes}
+    limits: set[tuple[int, int | None]] = set()
+    for node in nodes:
+        least, most = as_integer(node.get("minLength", 0)), as_integer(node.get("maxLength"))
+        if not isinstance(least, int) or not (isinstance(most, int) or "maxLength" not in node):
+            return None
+        limits.add((least, cast("int | None", most)))
     limits.discard((0, None))
     if any("enum" in node or "const" in node for node in nodes):
         return None if patterns else [value for value in values_of(tuple(nodes)) or [] if isinstance(value, str)]
@@ -153,7 +188,8 @@ def distinct_arrays(node: Node, overlap: Overlap, most_arrays: int) -> Json:
     items = node.get("items", True)
     first = items if isinstance(items, list) else node.get("prefixItems", [])
     rest = node.get("additionalItems", True) if isinstance(items, list) else items
-    assert isinstance(first, list)
+    if not isinstance(first, list):
+        return None
     limit = min(most if isinstance(most, int) else math.inf, len(first) if rest is False else math.inf)
     if limit <= 1 or "array" not in overlap.types(node):
         return []

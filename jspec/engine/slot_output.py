@@ -4,7 +4,7 @@
 import dataclasses
 import operator
 from collections.abc import Container, Iterable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jspec.decoding.state import RoundOutput
 from jspec.engine.slots import Bools, Ints
 
 _NUMBERS = ("count", "drafted", "judged", "accepted", "invalid", "out_of_vocab")
+
+
+class _Pending(Protocol):  # a method of JAX arrays that their type lacks
+    def is_ready(self) -> bool: ...
 
 
 @pytree
@@ -32,7 +36,7 @@ class Packed:
     @property
     def is_ready(self) -> bool:
         """Whether the output can be read without waiting."""
-        return bool(cast(Any, self.integers).is_ready())  # missing from JAX's type stubs
+        return cast(_Pending, self.integers).is_ready()
 
 
 @pytree

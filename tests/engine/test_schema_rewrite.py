@@ -106,6 +106,25 @@ def test_refusal_names_keyword_and_place(grammars, message):
     assert str(error.value).startswith(message) and str(error.value).endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"items": {"type": "x"}}, "b c": True}}, "Invalid type: x (at $.properties.a.items)."),
+        ({"properties": {"b c": {"anyOf": [{}, {"type": "x"}]}}}, '(at $.properties["b c"].anyOf[1]).'),
+        (
+            OBJECT | {"properties": {"a": {"allOf": [INTEGER, {"type": "null"}]}, "b": False}, "required": ["a"]},
+            "required property 'a' is unsatisfiable (at $.properties.a.allOf[0]).",
+        ),
+        (OBJECT | {"properties": {name: {"type": "x"} for name in "ab"}}, "Invalid type: x."),
+        (INTEGER | {"minimum": 3, "maximum": 1}, "minimum (3) is greater than maximum (1)."),
+    ],
+)
+def test_rejection_by_the_library_names_the_smallest_place(grammars, schema, message):
+    with pytest.raises(ValueError) as error:
+        grammars.json_schema(schema)
+    assert str(error.value).endswith(message)
+
+
 def test_property_has_only_one_spelling(grammars, tokenizer):
     """An escaped name would be a second spelling, and its value would evade the property's schema."""
     constraint = grammars.json_schema(OBJECT | {"properties": {"a": INTEGER}})

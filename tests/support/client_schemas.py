@@ -48,6 +48,16 @@ class Node(BaseModel):
     children: list["Node"] = []
 
 
+class Leaf(BaseModel):
+    kind: Literal["leaf"] = "leaf"
+    value: int
+
+
+class Branch(BaseModel):
+    kind: Literal["branch"] = "branch"
+    left: Annotated["Leaf | Branch", Field(discriminator="kind")]
+
+
 class Scalars(BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     at: datetime
@@ -126,11 +136,53 @@ SUPPORTED = {
     "type": ({"type": ["string", "null"]}, ANY),
     "nullable is an annotation": ({"type": "string", "nullable": True}, ANY),
     "unknown format": ({"type": "string", "format": "binary"}, ["x", 1]),
+    "format that is no string": ({"type": "string", "format": {}}, ["x", 1]),
     "library options": ({"x-guidance": {"lenient": True}, "type": "object", "properties": {"a": INTEGER}}, NAMES),
     "const": ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}, {"a": [1]}]),
     "large bounds": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -5, 2**63, 2**70, 1.5]),
     "bounds": ({"type": "number", "exclusiveMinimum": 0, "maximum": 3.5}, [0, 0.5, 3.5, 3.6]),
+    "bound next to a fraction": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.25}, [0, 0.1, 0.25, 0.3, -1]),
+    "bound next to a fraction elsewhere": (
+        {"type": "number", "exclusiveMinimum": 2, "allOf": [{"exclusiveMaximum": 2.5}]},
+        [2, 2.1, 2.5, 3],
+    ),
+    "upper bound next to a fraction": (
+        {"type": "number", "minimum": -2.5, "exclusiveMaximum": -2},
+        [-2, -2.1, -2.5, -3],
+    ),
+    "upper bound of 0 next to a fraction": ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, [0, -0.1, -1]),
+    "bounds of draft 4": (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "type": "number",
+            "minimum": 2,
+            "exclusiveMinimum": True,
+            "maximum": 2.5,
+            "exclusiveMaximum": False,
+        },
+        [2, 2.1, 2.5, 3],
+    ),
+    "exclusive bound of 2^53": ({"type": "integer", "exclusiveMinimum": 2**53}, [0, 2**53, 2**53 + 9]),
+    "exclusive bound of 2^60": ({"type": "integer", "exclusiveMaximum": 2**60}, [0, 2**60, 2**60 - 999]),
+    "large bound of numbers": ({"type": "number", "minimum": -(2**60)}, [0, -1152921504606847000, -(2**59)]),
+    "unlimited bound": ({"type": "number", "maximum": 1.7976931348623157e308}, [0, 1.5, "x"]),
+    "multiples": ({"type": "integer", "allOf": [{"multipleOf": 4}, {"multipleOf": 6}]}, [4, 6, 12, 18, 24]),
     "multiple": ({"type": "integer", "multipleOf": 3}, [-6, 0, 4, 9]),
+    "pattern without quotes": ({"type": "string", "pattern": '^[^"]*$'}, ["", "a", "\n", '"', 'a"', "\\", "é", "]"]),
+    "pattern without backslashes": (
+        {"type": "string", "pattern": "^[^\\\\\\]]+$"},
+        ["a", "\n", '"', "\\", "a\\b", "]"],
+    ),
+    "pattern of a range": ({"type": "string", "pattern": "^[\\x00-!#-~]$"}, ["a", "\n", "!", '"', "#", "\\", "é"]),
+    "pattern of escaped text": (
+        {"type": "string", "pattern": '^(?:[^"\\\\]|\\\\.){1,2}$'},
+        ["a", '"', '\\"', "\\", "\n", "a\\", '\\"a', 'a"'],
+    ),
+    "patterns of names without quotes": (
+        CLOSED | {"patternProperties": {'^[^"]$': INTEGER}},
+        [{"a": 1}, {'"': 1}, {"\\": 1}, {"\n": 1}, {"]": "x"}],
+    ),
+    "names without quotes": (OBJECT | {"propertyNames": {"pattern": '^[^"]$'}}, [{"a": 1}, {'"': 1}, {"\\": 1}]),
     "lengths": ({"type": "string", "minLength": 1.0, "maxLength": 2}, ["", "a", "é😀", "abc"]),
     "items": ({"type": "array", "prefixItems": [INTEGER], "items": False}, [[], [1], [1, 2], ["a"]]),
     "additional": (OBJECT | {"properties": {"a": INTEGER}, "additionalProperties": {"type": "string"}}, NAMES),
@@ -179,7 +231,12 @@ SUPPORTED = {
         {"type": "string", "not": {"enum": ["ab", "a.", ""]}},
         ["", "a", "ab", "abc", "b", "a.", "aX", "\n"],
     ),
+    "not string with a quote": (
+        {"type": "string", "not": {"enum": ['"', 'a"', "\\", "\\b", ""]}},
+        ["", "a", '"', 'a"', '""', "\\", "\\b", "\\a", "\n"],
+    ),
     "not number": ({"not": {"const": 0}}, ANY),
+    "not numbers": ({"type": "number", "not": {"enum": [2, 2.5]}}, [1, 2, 2.1, 2.5, 3]),
     "not boolean": ({"not": {"const": True}}, [True, False, 1, None]),
     "not required": (OBJECT | {"properties": ABC, "not": {"required": ["a", "b"]}}, NAMES),
     "not any of": (OBJECT | {"properties": ABC, "not": {"anyOf": [{"required": ["a"]}, {"required": ["d"]}]}}, NAMES),
@@ -202,8 +259,33 @@ SUPPORTED = {
     "at most two": (CLOSED | {"properties": ABC, "maxProperties": 2}, NAMES),
     "at most none": (OBJECT | {"properties": ABC, "maxProperties": 0}, NAMES),
     "at most one more": (OBJECT | {"properties": {"a": INTEGER}, "required": ["a"], "maxProperties": 2}, NAMES),
+    "at least two of the names": (
+        OBJECT | {"propertyNames": {"enum": ["a", "b", "c"]}, "additionalProperties": INTEGER, "minProperties": 2},
+        NAMES,
+    ),
+    "at most two of the names": (OBJECT | {"propertyNames": {"enum": ["a", "b", "c"]}, "maxProperties": 2}, NAMES),
+    "at most two of a few names": (OBJECT | {"propertyNames": {"enum": ["a", "b"]}, "maxProperties": 2}, NAMES),
     "unevaluated": (OBJECT | {"properties": {"a": INTEGER}, "unevaluatedProperties": False}, NAMES),
     "unevaluated items": ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, [[1], [1, 2]]),
+    "unevaluated items beside a list": (
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "items": [INTEGER], "unevaluatedItems": False},
+        [[1], [1, 2], ["a"]],
+    ),
+    "reference to the root beside a keyword": (
+        OBJECT | {"properties": {"x": {"$ref": "#", "required": ["y"]}}},
+        [{}, {"x": {}}, {"x": {"y": 1}}, {"x": {"x": {"y": 1}, "y": 1}}, {"x": {"x": {}, "y": 1}}],
+    ),
+    "recursive reference beside a literal": (
+        {"type": ["object", "string"], "properties": {"x": {"$ref": "#", "const": "#"}}},
+        [{"x": "#"}, {"x": "a"}, {}, "a"],
+    ),
+    "recursive reference in allOf": (
+        {
+            "$ref": "#/$defs/n",
+            "$defs": {"n": OBJECT | {"properties": {"x": {"allOf": [{"required": ["y"]}, {"$ref": "#/$defs/n"}]}}}},
+        },
+        [{}, {"x": {}}, {"x": {"y": 1}}, {"x": {"x": {"y": 1}, "y": 1}}, {"x": {"x": {}, "y": 1}}],
+    ),
     "anchor": ({"$defs": {"x": {"$anchor": "here"} | INTEGER}, "items": {"$ref": "#here"}}, [[1], ["a"]]),
     "escaped reference": ({"$defs": {"a/b%": INTEGER}, "items": {"$ref": "#/$defs/a~1b%25"}}, [[1], ["a"]]),
     "reference into oneOf": ({"items": {"$ref": "#/oneOf/0"}, "oneOf": [{"type": "array"}, INTEGER]}, [3, [[]], [3]]),
@@ -212,6 +294,7 @@ SUPPORTED = {
 }
 # Valid instances that the rewritten schema excludes.
 STRICTER = {
+    "recursive tag": (Branch.model_json_schema(), {"left": {"value": 1}}),
     "tag": (Named.model_json_schema(), {"one": {"left": 1}}),
     "required differences": (
         {
@@ -221,6 +304,7 @@ STRICTER = {
         },
         {"a": "x", "b": ""},
     ),
+    "small numbers": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, 1e-31),
     "large integers": ({"type": "integer", "maximum": 2**63 - 1}, 2**63 - 1),
 }
 REFUSED = {
@@ -249,7 +333,17 @@ REFUSED = {
     },
     "$.const has the integer 9007199254740993": {"const": 2**53 + 1},
     "$.enum has a string with a control character": {"enum": [["\u0001"]]},
+    "$.items has minimum 1e+30": {"items": {"type": "integer", "minimum": 1e30}},
+    "$ has exclusiveMaximum -1000000000000": {"type": "integer", "exclusiveMaximum": -(10**30)},
+    "The schema combines schemas": {"type": "integer", "allOf": [{"multipleOf": 70000}, {"multipleOf": 70000}]},
+    "The schema combines schemas (with": {
+        "multipleOf": 0.001,
+        "$ref": "#/$defs/x",
+        "$defs": {"x": {"multipleOf": 9999}},
+    },
     "$.items is not a schema": {"items": 3},
     "$.anyOf is not a list of schemas": {"anyOf": []},
+    "$ has propertyNames, which cannot": {"propertyNames": {"minLength": {}}},
+    "$.items has uniqueItems, which": {"items": {"uniqueItems": True, "prefixItems": None}},
     "$.properties is not an object": {"properties": []},
 }
