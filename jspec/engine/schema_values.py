@@ -13,7 +13,7 @@ MAX_COMBINATIONS = 100
 _NAME_KEYWORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref", "allOf"}
 _EXACT = 2**53  # llguidance reads numbers as float64
 _LARGEST = 2**63 - 1024  # llguidance writes integers below 2^63
-_SMALLEST = 1e-30  # used as the number next to 0: the true one has so many digits that llguidance rejects it
+_SMALLEST = 1e-30  # used as the number next to 0: llguidance rejects the true one, which has too many digits
 NOT_OBJECTS: Json = {"type": ["null", "boolean", "number", "string", "array"]}
 _NOT_ARRAYS: Json = {"type": ["null", "boolean", "number", "string", "object"]}
 
