@@ -187,7 +187,7 @@ class Loop:
         return num_draft_tokens if is_alike and self.round_budget.is_stale(kind) else None
 
     def _plan(self, decoding: dict[int, ActiveRequest], repeated_length: int | None) -> Kind:
-        """Return the kind of the next call. The first token of new requests needs no draft: it comes sooner without."""
+        """Return the kind of the next call. The first call of new requests drafts nothing, so that it ends sooner."""
         num_slots, variant = self._call_shape(decoding)
         if repeated_length is not None:
             return repeated_length, variant, num_slots
