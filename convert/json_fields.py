@@ -41,6 +41,18 @@ def flag(raw: Fields, key: str, default: bool = False) -> bool:
     return value
 
 
+def ascending_ids(raw: Fields, key: str, least: int = 0) -> list[int]:
+    """Return a list of distinct layers in ascending order, none below `least`. Raise CheckpointError for others."""
+    ids = raw[key]
+    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= least for i in ids)
+    if not whole or sorted(set(cast("list[int]", ids))) != ids:
+        raise CheckpointError(
+            f"{key} is {ids!r}; expected distinct layers in ascending order, as they are read: restore the head's own "
+            "config.json."
+        )
+    return cast("list[int]", ids)
+
+
 def token_ids(raw: Fields, key: str) -> tuple[int, ...]:
     """Return the ids of a field that holds an id, a list of ids or null. Raise CheckpointError for anything else."""
     value = raw.get(key)

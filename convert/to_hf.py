@@ -2,6 +2,7 @@
 """Convert our arrays to Hugging Face safetensors files: the exact reverse of from_hf.py."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +16,14 @@ from convert.shard_layout import Layout
 from convert.weight_files import INDEX, SINGLE
 
 
-def _views(params: dict[str, np.ndarray], config: LlamaConfig) -> dict[str, np.ndarray]:
+def views_of(arrays: Mapping[str, np.ndarray], entries: Iterable[keymap.Entry]) -> dict[str, np.ndarray]:
     """Map each Hugging Face tensor name to a view of the rows of our arrays that make up the tensor."""
     views: dict[str, np.ndarray] = {}
-    for entry in keymap.entries(config):
+    for entry in entries:
         start = 0
         for part in entry.parts:
-            views[part.hf_name] = params[entry.name][start : start + part.rows]
+            views[part.hf_name] = arrays[entry.name][start : start + part.rows]
             start += part.rows
-    views.setdefault(keymap.HEAD, views[keymap.EMBEDDING])
     return views
 
 
@@ -64,7 +64,8 @@ def write(directory: Path, params: dict[str, np.ndarray], config: LlamaConfig, l
     Raises:
         CheckpointError: a file could not be written.
     """
-    views = _views(params, config)
+    views = views_of(params, keymap.entries(config))
+    views.setdefault(keymap.HEAD, views[keymap.EMBEDDING])
     for file, content in layout.items():
         write_file(directory / file, {name: views[name] for name in content["tensors"]}, content["metadata"])
     if set(layout) != {SINGLE}:

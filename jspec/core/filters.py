@@ -1,5 +1,5 @@
 # pyright: reportUnknownArgumentType=false
-"""Top-k and top-p, for the values of one position.
+"""The top-k and top-p filters at one position.
 
 Thresholds are found by bisection over the bits of a float, which is exact and avoids sorting the vocabulary. Still, a
 filter reads all values more than 32 times, so it is skipped if no row uses it.

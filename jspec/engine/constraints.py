@@ -252,7 +252,7 @@ def constrain(params: RequestParams, state: DecodeState, draft: Draft, *, vocab_
 
     def ask_host() -> tuple[Array, Array]:
         columns = numbers, params.prompt_lengths, state.lengths
-        # One array, because each argument of a callback takes time: on a CPU, a fifth of the callback's.
+        # One array, because JAX moves every argument of a callback separately, which takes time.
         question = jnp.concatenate([*(column[:, None] for column in columns), draft.tokens, parents, state.tokens], 1)
         return jax.pure_callback(functools.partial(_compute_masks, size, nodes), shapes, question)
 

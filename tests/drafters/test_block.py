@@ -225,6 +225,8 @@ DAMAGED = {
     "confidence of no Markov head": (DSPARK | {"markov_rank": 0}, "markov_rank is 0"),
     "no confidence flag": (without(DSPARK, "enable_confidence_head"), "enable_confidence_head is missing"),
     "draft vocabulary": (SPECULATORS | {"draft_vocab_size": 9}, "draft_vocab_size 9 is more than"),
+    "nothing to draft": (DFLASH | {"block_size": 1}, "no row is left"),
+    "millions of layers": (DFLASH | {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
     "missing tensor": (DFLASH | {"num_hidden_layers": 3}, "lacks layers.2"),
     "unknown tensor": (DFLASH | {"num_hidden_layers": 1}, "unexpected layers.1"),
     "misshapen tensor": (DFLASH | {"intermediate_size": 25}, "expected \\[25, 16\\]"),
@@ -249,6 +251,9 @@ def test_missing_layer_ids_are_those_of_dflash(tmp_path):
         raw = DFLASH | {"dflash_config": section, "num_target_layers": layers}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         assert BlockDrafter.load(tmp_path).features == features
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 10**9}))
+    with pytest.raises(convert.CheckpointError, match="not in ascending order"):
+        BlockDrafter.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(without(raw, "num_target_layers")))
     with pytest.raises(convert.CheckpointError, match="pass the target"):
         BlockDrafter.load(tmp_path)

@@ -1,7 +1,7 @@
 """Block drafters in PyTorch, written from the published descriptions. Nothing is cached: all positions run each time.
 
-The descriptions are those of DFlash (arXiv 2602.06036, section 4), DSpark (arXiv 2607.05147, section 3) and JetSpec
-(arXiv 2606.18394, section 3). Weights have the names that they have in the files.
+The descriptions are those of DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147) and JetSpec (arXiv 2606.18394).
+Weights have the names that they have in the files.
 """
 
 import math

@@ -136,7 +136,7 @@ SUPPORTED = {
     "type": ({"type": ["string", "null"]}, ANY),
     "nullable is an annotation": ({"type": "string", "nullable": True}, ANY),
     "unknown format": ({"type": "string", "format": "binary"}, ["x", 1]),
-    "format that is no string": ({"type": "string", "format": {}}, ["x", 1]),
+    "format that is not a string": ({"type": "string", "format": {}}, ["x", 1]),
     "library options": ({"x-guidance": {"lenient": True}, "type": "object", "properties": {"a": INTEGER}}, NAMES),
     "const": ({"const": {"a": [1, "x"]}}, [{"a": [1, "x"]}, {"a": [1]}]),
     "large bounds": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -5, 2**63, 2**70, 1.5]),

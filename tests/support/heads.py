@@ -26,6 +26,19 @@ def drawn(module, seed=0):
     return jax.tree.map(draw, module)
 
 
+def spread_out(make, draft_vocab_size, seed):
+    """Return a module from ``make()`` with weights far from 0, so that its drafts depend on its input."""
+    module, rng = nnx.eval_shape(make), np.random.default_rng(seed)
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        if path[-1] == "draft_ids":
+            leaf.set_value(jnp.minimum(jnp.arange(leaf.shape[0], dtype=jnp.int32), draft_vocab_size))
+        elif len(leaf.shape) == 2:
+            leaf.set_value(jnp.asarray(rng.normal(size=leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype))
+        else:
+            leaf.set_value(jnp.asarray(1 + 0.1 * rng.normal(size=leaf.shape), leaf.dtype))
+    return module
+
+
 def loaded(linear, ours):
     """Copy the weights of a `jspec.models.layers.Linear` or of an output head into `linear`, and return it."""
     import torch  # not installed wherever the tests run

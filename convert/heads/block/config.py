@@ -68,7 +68,7 @@ class BlockOrigin:
     """The contents of a block drafter's files besides config and weights, kept so that the files can be rewritten.
 
     Attributes:
-        layout: a member of `convert.heads.block.tensor_names.LAYOUTS`.
+        layout: the result of `convert.heads.block.parse_config.layout_of`.
         fields: the content of config.json.
         dtype: the dtype of the weights; None if they have several, or if the requested dtype is used instead.
     """

@@ -1,4 +1,4 @@
-"""Block drafter files: config.json and safetensors, in the layouts of `convert.heads.block.tensor_names`."""
+"""Block drafter files: config.json and safetensors, in the layouts of several programs."""
 
 import dataclasses
 import json
@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from convert.errors import CheckpointError
-from convert.from_hf import check_names, filled
+from convert.from_hf import check_depth, check_names, filled
 from convert.heads import draft_vocabulary
 from convert.heads import files as head_files
 from convert.heads.block import tensor_names
 from convert.heads.block.config import BlockConfig, BlockOrigin
 from convert.heads.block.parse_config import layout_of, parse
-from convert.heads.block.tensor_names import KNOWN, TARGET_IDS
 from convert.heads.block.write_config import check_format, describe
+from convert.heads.draft_vocabulary import KNOWN, TABLES, TARGET_IDS
 from convert.json_file import read_object
 from convert.safetensors_reader import Tensor, scan
+from convert.to_hf import views_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,25 +52,18 @@ def read(source: str | Path, num_layers: int | None = None) -> BlockFiles:
     directory = head_files.find(source, "pytorch_model.bin")
     path = directory / "config.json"
     raw = read_object(path)
-    found = scan(directory, tables=tensor_names.TABLES)
+    found = scan(directory, tables=TABLES)
     try:
         layout, config = layout_of(raw), parse(raw, found.keys(), num_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    tables: dict[str, tuple[int, ...]] = {}
-    if config.draft_vocab_size is not None:
-        tables = {TARGET_IDS: (config.draft_vocab_size,)}
-        tables |= {KNOWN: (config.body.vocab_size,)} if KNOWN in found else {}
+    check_depth(config.body, len(found), directory)
+    vocab_size = config.body.vocab_size
+    tables = draft_vocabulary.shapes(config.draft_vocab_size, vocab_size, found)
     check_names(found, tensor_names.shapes(config) | tables, directory)
-    read_tables = {name: found.pop(name).read(slice(None)) for name in tables}
-    ids = None
-    if config.draft_vocab_size is not None:
-        try:
-            ids = draft_vocabulary.draft_ids(read_tables[TARGET_IDS], read_tables.get(KNOWN), config.body.vocab_size)
-        except CheckpointError as error:
-            raise CheckpointError(f"{directory}: {error}") from error
+    draft_ids = draft_vocabulary.take(found, vocab_size, directory)
     origin = BlockOrigin(layout, json.dumps(raw), head_files.common_dtype(found))
-    return BlockFiles(config, origin, ids, found)
+    return BlockFiles(config, origin, draft_ids, found)
 
 
 def write(
@@ -92,11 +86,7 @@ def write(
             `destination` exists or cannot be written.
     """
     check_format(config, format)
-    tensors: dict[str, np.ndarray] = {}
-    for entry in tensor_names.entries(config):
-        ends = np.cumsum([part.rows for part in entry.parts])
-        pieces = np.split(arrays[entry.name], ends[:-1])
-        tensors |= {part.hf_name: piece for part, piece in zip(entry.parts, pieces, strict=True)}
+    tensors = views_of(arrays, tensor_names.entries(config))
     if draft_ids is not None and config.draft_vocab_size is not None:
         offsets, known = draft_vocabulary.tables(draft_ids, config.draft_vocab_size)
         tensors |= {TARGET_IDS: offsets, KNOWN: known}

@@ -6,9 +6,10 @@ from typing import TypedDict, cast, get_args
 
 from convert.config import LlamaConfig, check_supported, parse_config
 from convert.errors import CheckpointError, listing
+from convert.heads import draft_vocabulary
 from convert.heads.block.config import BlockConfig, ConfidenceInputs, MarkovConfig, MarkovKind
-from convert.heads.block.tensor_names import EMBEDDING, HEAD, TARGET_IDS
-from convert.json_fields import Fields, flag, integer
+from convert.heads.block.tensor_names import EMBEDDING, HEAD
+from convert.json_fields import Fields, ascending_ids, flag, integer
 
 SECTION, LAYER = "dflash_config", "transformer_layer_config"
 IDS, SHIFTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"  # numbers of layer inputs, and of layer outputs
@@ -47,22 +48,25 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> BlockC
     """
     layout = layout_of(raw)
     section, body = _section(raw), _body(raw, layout)
-    if section.get("target_hidden_size") is not None or raw.get("target_hidden_size") is not None:
-        for place in (section, raw):
-            check_supported(place, {"target_hidden_size": body.hidden_size})
+    for place in (section, raw):
+        check_supported(place, {"target_hidden_size": body.hidden_size})
     whole = layout == "deepspec"  # these files hold everything
     kind = raw.get("speculators_model_type")
+    first = whole or (layout == "speculators" and flag(raw, "sample_from_anchor", kind == "dspark"))
+    block_size = _once(raw, section, "block_size")
+    if block_size == 1 and not first:
+        raise CheckpointError(f"block_size is 1, so no row is left to draft a token; {_RESTORE}.")
     return BlockConfig(
         body=body,
         target_hidden_size=body.hidden_size,
         features=_features(raw, section, body, _num_layers(raw, num_layers)),
-        block_size=_once(raw, section, "block_size"),
+        block_size=block_size,
         mask_id=_mask_id(raw, section, body),
         causal=flag(section, "causal_head"),
-        drafts_from_first=whole or (layout == "speculators" and flag(raw, "sample_from_anchor", kind == "dspark")),
-        draft_vocab_size=_draft_vocab(raw, body, names) if layout == "speculators" else None,
+        drafts_from_first=first,
+        draft_vocab_size=draft_vocabulary.size(raw, body.vocab_size, names) if layout == "speculators" else None,
         own_embedding=whole or EMBEDDING in names,
-        own_head=whole or HEAD in names or TARGET_IDS in names,
+        own_head=whole or HEAD in names or draft_vocabulary.TARGET_IDS in names,
         **_heads(raw, layout),
     )
 
@@ -132,7 +136,9 @@ def _features(raw: Fields, section: Fields, body: LlamaConfig, num_layers: int |
     speculators list these numbers. DFlash, DeepSpec and JetSpec list the numbers of layer outputs.
     """
     places = ((raw, IDS, 0), (raw, SHIFTED_IDS, 1), (section, SHIFTED_IDS, 1))
-    given = {tuple(i + shift for i in _ids(place, key, -shift)) for place, key, shift in places if place.get(key)}
+    given = {
+        tuple(i + shift for i in ascending_ids(place, key, -shift)) for place, key, shift in places if place.get(key)
+    }
     if len(given) > 1:
         raise CheckpointError(
             f"{IDS} and {SHIFTED_IDS} name different states; the latter are layer outputs, so each must be one less: "
@@ -147,14 +153,6 @@ def _features(raw: Fields, section: Fields, body: LlamaConfig, num_layers: int |
     return features
 
 
-def _ids(place: Fields, key: str, least: int) -> list[int]:
-    ids = place[key]
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= least for i in ids)
-    if not whole or sorted(set(cast("list[int]", ids))) != ids:
-        raise CheckpointError(f"{key} is {ids!r}; expected distinct layers in ascending order: {_RESTORE}.")
-    return cast("list[int]", ids)
-
-
 def _usual_features(count: int, num_layers: int | None) -> tuple[int, ...]:
     """Return the features that DFlash uses by default: evenly spaced layers, as many as the drafter has."""
     if num_layers is None:
@@ -164,20 +162,14 @@ def _usual_features(count: int, num_layers: int | None) -> tuple[int, ...]:
         )
     if count == 1:
         return (num_layers // 2 + 1,)
-    features = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
-    if sorted(set(features)) != list(features):
+    used = range(min(count, num_layers + 1))  # a damaged config.json may have millions of layers
+    features = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in used)
+    if len(used) < count or sorted(set(features)) != list(features):
         raise CheckpointError(
             f"config.json has no {SHIFTED_IDS}, and the default for {count} of {num_layers} layers is not "
             "in ascending order; add the ids that the drafter was trained with."
         )
     return features
-
-
-def _draft_vocab(raw: Fields, body: LlamaConfig, names: Collection[str]) -> int | None:
-    count = integer(raw, "draft_vocab_size", body.vocab_size)
-    if count > body.vocab_size:
-        raise CheckpointError(f"draft_vocab_size {count} is more than vocab_size {body.vocab_size}; {_RESTORE}.")
-    return count if count < body.vocab_size or TARGET_IDS in names else None
 
 
 class _Heads(TypedDict, total=False):

@@ -10,11 +10,7 @@ from convert import keymap
 from convert.heads.block.config import BlockConfig
 from convert.keymap import Entry, Part
 
-LAYOUTS = ("dflash", "deepspec", "speculators")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-# "d2t": the target's token id for each row of the head, minus the row's index. "t2d": whether a target token has a row.
-TARGET_IDS, KNOWN = "d2t", "t2d"
-TABLES = {TARGET_IDS: "I64", KNOWN: "BOOL"}
 _CONFIDENCE = "confidence_head."
 
 

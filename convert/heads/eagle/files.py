@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +11,15 @@ from convert.errors import CheckpointError
 from convert.from_hf import check_names, filled
 from convert.heads import draft_vocabulary
 from convert.heads import files as head_files
+from convert.heads.draft_vocabulary import KNOWN, TABLES, TARGET_IDS
 from convert.heads.eagle import tensor_names as eagle_keys
 from convert.heads.eagle import write_config as eagle_json
 from convert.heads.eagle.config import EagleConfig, EagleOrigin
 from convert.heads.eagle.parse_config import layout_of, parse
-from convert.heads.eagle.tensor_names import KNOWN, LAYOUTS, TARGET_IDS
+from convert.heads.eagle.tensor_names import LAYOUTS
 from convert.json_file import read_object
 from convert.safetensors_reader import Tensor, scan
+from convert.to_hf import views_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +55,18 @@ def read(source: str | Path, num_layers: int | None = None) -> EagleFiles:
     directory = head_files.find(source, "pytorch_model.bin")
     path = directory / "config.json"
     raw = read_object(path)
-    found = scan(directory, tables=eagle_keys.TABLES)
+    found = scan(directory, tables=TABLES)
     try:
         layout, config = layout_of(raw, found.keys()), parse(raw, found.keys(), num_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     prefix = _prefix(layout, found)
-    check_names(found, eagle_keys.shapes(config, layout, prefix) | _table_shapes(config, found), directory)
-    tables = {name: found.pop(name).read(slice(None)) for name in eagle_keys.TABLES if name in found}
-    names = tuple(sorted({*found, *tables}))
+    vocab_size, names = config.layer.vocab_size, tuple(sorted(found))
+    tables = draft_vocabulary.shapes(config.draft_vocab_size, vocab_size, names)
+    check_names(found, eagle_keys.shapes(config, layout, prefix) | tables, directory)
+    draft_ids = draft_vocabulary.take(found, vocab_size, directory)
     origin = EagleOrigin(layout, prefix, names, json.dumps(raw), head_files.common_dtype(found))
-    return EagleFiles(config, origin, _draft_ids(config, tables, directory), found)
+    return EagleFiles(config, origin, draft_ids, found)
 
 
 def _prefix(layout: str, names: Iterable[str]) -> str:
@@ -73,23 +76,6 @@ def _prefix(layout: str, names: Iterable[str]) -> str:
         return default_prefix
     other = "layers.0." if default_prefix == "midlayer." else "midlayer."
     return default_prefix if any(name.startswith(default_prefix) for name in names) else other
-
-
-def _table_shapes(config: EagleConfig, names: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of `d2t`, required if the vocabulary is reduced, and of `t2d`, which is optional."""
-    if config.draft_vocab_size is None:
-        return {}
-    known = {KNOWN: (config.layer.vocab_size,)} if KNOWN in names else {}
-    return {TARGET_IDS: (config.draft_vocab_size,)} | known
-
-
-def _draft_ids(config: EagleConfig, tables: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
-    if config.draft_vocab_size is None:
-        return None
-    try:
-        return draft_vocabulary.draft_ids(tables[TARGET_IDS], tables.get(KNOWN), config.layer.vocab_size)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def write(
@@ -114,11 +100,7 @@ def write(
     """
     eagle_json.check_format(config, layout)
     same = origin if origin is not None and origin.layout == layout else None
-    tensors: dict[str, np.ndarray] = {}
-    for entry in eagle_keys.entries(config, layout, None if same is None else same.prefix):
-        ends = np.cumsum([part.rows for part in entry.parts])
-        pieces = np.split(arrays[entry.name], ends[:-1])
-        tensors |= {part.hf_name: piece for part, piece in zip(entry.parts, pieces, strict=True)}
+    tensors = views_of(arrays, eagle_keys.entries(config, layout, None if same is None else same.prefix))
     if draft_ids is not None and config.draft_vocab_size is not None:
         offsets, known = draft_vocabulary.tables(draft_ids, config.draft_vocab_size)
         tensors[TARGET_IDS] = offsets

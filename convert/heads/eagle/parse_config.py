@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import cast
 
 from convert.config import LlamaConfig, check_supported, parse_config
 from convert.errors import CheckpointError, listing
+from convert.heads import draft_vocabulary
 from convert.heads.eagle.config import EagleConfig
-from convert.heads.eagle.tensor_names import EMBEDDING, FC_BIAS, FUSION, HEAD, LAYOUTS, TARGET_IDS
-from convert.json_fields import Fields, flag, integer
+from convert.heads.eagle.tensor_names import EMBEDDING, FC_BIAS, FUSION, HEAD, LAYOUTS
+from convert.json_fields import Fields, ascending_ids, flag, integer
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER, NVIDIA = "transformer_layer_config", "eagle_config"
@@ -110,7 +110,8 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> EagleC
         )
     target_size = integer(raw, "target_hidden_size", layer.hidden_size)
     features = _features(raw, inner, num_layers)
-    return EagleConfig(3, layer, target_size, features, _draft_vocab(raw, layer, names), **own, **flags)
+    draft_vocab_size = draft_vocabulary.size(raw, layer.vocab_size, names)
+    return EagleConfig(3, layer, target_size, features, draft_vocab_size, **own, **flags)
 
 
 def _layer(raw: Fields, layout: str) -> LlamaConfig:
@@ -171,22 +172,15 @@ def _flag(raw: Fields, inner: Fields, name: str) -> bool:
     return values.pop() if values else False
 
 
-def _draft_vocab(raw: Fields, layer: LlamaConfig, names: Collection[str]) -> int | None:
-    count = integer(raw, "draft_vocab_size", layer.vocab_size)
-    if count > layer.vocab_size:
-        raise CheckpointError(
-            f"draft_vocab_size {count} is more than vocab_size {layer.vocab_size}; restore the head's own config.json."
-        )
-    return count if count < layer.vocab_size or TARGET_IDS in names else None
-
-
 def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, ...]:
     """Return the target layers whose inputs the head reads.
 
     vLLM and speculators list the numbers of these layer inputs at the top level. SGLang, SpecForge and NVIDIA list
     the numbers of layer outputs in a section.
     """
-    found = {tuple(i + shift for i in _ids(place)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)}
+    found = {
+        tuple(i + shift for i in ascending_ids(place, IDS)) for place, shift in ((raw, 0), (inner, 1)) if place.get(IDS)
+    }
     if len(found) > 1:
         raise CheckpointError(
             f"{IDS} are {raw[IDS]} in config.json and {inner[IDS]} in its {NVIDIA}; the ids in {NVIDIA} name layer "
@@ -199,17 +193,6 @@ def _features(raw: Fields, inner: Fields, num_layers: int | None) -> tuple[int, 
             f"num_aux_hidden_states is {count} and {IDS} name {len(features)} states; restore the head's own values."
         )
     return features
-
-
-def _ids(place: Fields) -> list[int]:
-    ids = place[IDS]
-    whole = isinstance(ids, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-    if not whole or sorted(set(cast("list[int]", ids))) != ids:
-        raise CheckpointError(
-            f"{IDS} is {ids!r}; expected distinct layers in ascending order, as they are read: "
-            "restore the head's own config.json."
-        )
-    return cast("list[int]", ids)
 
 
 def _usual_features(num_layers: int | None) -> tuple[int, ...]:

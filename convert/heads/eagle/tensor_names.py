@@ -12,9 +12,6 @@ from convert.heads.eagle.config import EagleConfig
 from convert.keymap import Entry, Part
 
 EMBEDDING, HEAD, FC_BIAS = "embed_tokens.weight", "lm_head.weight", "fc.bias"
-# "d2t": the target's token id for each row of the head, minus the row's index. "t2d": whether a target token has a row.
-TARGET_IDS, KNOWN = "d2t", "t2d"
-TABLES = {TARGET_IDS: "I64", KNOWN: "BOOL"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,17 @@
-# pyright: reportUnknownVariableType=false
 """File I/O for EAGLE heads: `load` fills an `Eagle` with the arrays that `convert` reads, and `save` writes them."""
 
 import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax import Array
 from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.errors import CheckpointError
 from convert.heads.eagle import files as eagle_files
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
+from jspec.drafters.heads.module_arrays import arrays_of, fill
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
@@ -33,15 +31,9 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
         )
     made = dataclasses.replace(config, own_head=True) if lacking else config
     head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
-    leaves: dict[str, nnx.Variable[Array]] = {
-        ".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))
-    }
-    for name, array in found.arrays(chosen):
-        leaves[name].set_value(jnp.asarray(array).T)
-    if found.draft_ids is not None:
-        leaves["draft_ids"].set_value(jnp.asarray(found.draft_ids))
-        if lacking and target is not None:
-            leaves["lm_head.weight"].set_value(target.head.wide(head.target_ids).astype(chosen))
+    fill(head, found.arrays(chosen), found.draft_ids)
+    if lacking and target is not None and head.lm_head is not None:
+        head.lm_head.weight.set_value(target.head.wide(head.target_ids).astype(chosen))
     # A dtype that was chosen here by default does not apply to saved files, which keep their own dtype.
     head.origin = found.origin if dtype is None else dataclasses.replace(found.origin, dtype=None)
     return head
@@ -55,11 +47,8 @@ def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | Non
     if own_head and not config.own_head:
         raise CheckpointError("the EAGLE head has no output head of its own that could be saved; omit own_head.")
     written = dataclasses.replace(config, own_head=config.own_head if own_head is None else own_head)
-    state: dict[str, Array] = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(head))}
-    draft_ids = state.pop("draft_ids", None)
+    arrays, draft_ids = arrays_of(head)
     if not written.own_head:
-        state.pop("lm_head.weight", None)
-    arrays = {name: np.ascontiguousarray(np.asarray(value).T) for name, value in state.items()}
+        arrays.pop("lm_head.weight", None)
     arrays = as_stored(arrays, None if origin is None else origin.dtype)
-    ids = None if draft_ids is None else np.asarray(draft_ids)
-    return eagle_files.write(destination, written, arrays, ids, layout, origin)
+    return eagle_files.write(destination, written, arrays, draft_ids, layout, origin)

@@ -1,4 +1,4 @@
-"""Markov heads: cheap corrections of a block drafter's logits by the draft tokens before them (DSpark, section 3)."""
+"""Markov heads: cheap corrections of a block drafter's logits by the tokens before them (DSpark, arXiv 2607.05147)."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class Markov(nnx.Module):
         self.joint_proj = Linear(hidden_size + 2 * rank, 3 * rank, True, dtype, rngs) if recurrent else None
 
     def initial(self, batch: int) -> Array:
-        """Return the state before the first token of a block, ``[B, 1, r]``; ``[B, 1, 0]`` if there is no state."""
+        """Return the state before a block's first token: ``[B, 1, r]`` for "rnn", and ``[B, 1, 0]`` otherwise."""
         return jnp.zeros((batch, 1, 0 if self.joint_proj is None else self.config.rank), jnp.float32)
 
     def __call__(self, state: Array, tokens: Array, hidden: Array) -> tuple[Array, Array]:

@@ -9,7 +9,6 @@ from typing import TypeVar
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
 from jax.typing import DTypeLike
 
 from convert import dtypes
@@ -17,6 +16,7 @@ from convert.errors import CheckpointError
 from convert.heads import medusa_files
 from convert.heads.medusa_config import FORMATS, MedusaConfig, MedusaOrigin, usual_origin
 from convert.keymap import MEDUSA
+from jspec.drafters.heads.module_arrays import variables
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
@@ -34,7 +34,7 @@ def load(
     if target is not None:
         _check_target_of(config, target)
     heads = tuple(nnx.eval_shape(lambda: make(config, jnp.dtype(chosen), nnx.Rngs(0))) for _ in range(config.num_heads))
-    leaves = {f"{i}.{name}": leaf for i, head in enumerate(heads) for name, leaf in _leaves(head).items()}
+    leaves = {f"{i}.{name}": leaf for i, head in enumerate(heads) for name, leaf in variables(head).items()}
     first = leaves["0.lm_head.weight"]
     for name, array in files.arrays(chosen):
         leaves.pop(name).set_value(jnp.asarray(array).T)
@@ -52,7 +52,7 @@ def save(
     arrays = {
         f"{i}.{name}": np.ascontiguousarray(np.asarray(leaf[...]).T)
         for i, head in enumerate(heads)
-        for name, leaf in _leaves(head).items()
+        for name, leaf in variables(head).items()
     }
     arrays = as_stored(arrays, None if origin is None else origin.dtype)
     # If heads were trained with their target, the names and config of their files describe both.
@@ -76,7 +76,3 @@ def _check_target_of(config: MedusaConfig, target: Llama) -> None:
                 f"The Medusa heads were made for a target whose {name} is {own}, but this target's is {found}; "
                 "use heads that were trained for this target."
             )
-
-
-def _leaves(head: nnx.Module) -> dict[str, nnx.Variable[Array]]:
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(head))}

@@ -1,0 +1,32 @@
+# pyright: reportUnknownVariableType=false
+"""The arrays of a head's module, by the names that `convert` gives them. There, weights are transposed."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+_DRAFT_IDS = "draft_ids"
+
+
+def variables(module: nnx.Module) -> dict[str, nnx.Variable[Array]]:
+    """Return a module's variables by name."""
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
+
+
+def fill(module: nnx.Module, arrays: Iterable[tuple[str, np.ndarray]], draft_ids: np.ndarray | None) -> None:
+    """Set the variables of a module to arrays by name, and its `draft_ids`, if any."""
+    leaves = variables(module)
+    for name, array in arrays:
+        leaves[name].set_value(jnp.asarray(array).T)
+    if draft_ids is not None:
+        leaves[_DRAFT_IDS].set_value(jnp.asarray(draft_ids))
+
+
+def arrays_of(module: nnx.Module) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Return a module's arrays by name, and its `draft_ids`, if any."""
+    values = {name: np.asarray(leaf[...]) for name, leaf in variables(module).items()}
+    draft_ids = values.pop(_DRAFT_IDS, None)
+    return {name: np.ascontiguousarray(value.T) for name, value in values.items()}, draft_ids
