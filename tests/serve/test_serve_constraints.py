@@ -290,12 +290,16 @@ def below(parent):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="it looks into /proc")
 @pytest.mark.parametrize("kind", ["whole", "stream", "gone", "choices"])
-def test_no_process_is_left_behind(running, kind):
+def test_no_process_is_left_behind(running, kind, monkeypatch):
     server = running.server._served.grammars._pool._server._process.pid
     body = LONG | {"response_format": {"type": "regex", "regex": "[a-z ]{20,30}"}, "stream": kind == "stream"}
     if kind == "gone":
+        device, is_gone = running.engine.device, threading.Event()
+        decode_rounds = device.decode_rounds
+        monkeypatch.setattr(device, "decode_rounds", lambda *one: (is_gone.wait(60), decode_rounds(*one))[1])
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{running.url}/v1/completions", json=body, timeout=0.05)
+        is_gone.set()
     else:
         assert post(running, body | ({"n": 3} if kind == "choices" else {})).status_code == 200
     constraints = running.server._constraints
