@@ -49,7 +49,7 @@ def run(subject: Subject, kinds: list[str], step_tokens: int, depth: int, draft_
 
 
 def _measured(target: Any, kind: str, batch: Batch, depth: int, draft_vocab: int, repeats: int) -> dict[str, Any]:
-    few = np.arange(min(draft_vocab, target.config.vocab_size)) if kind == "eagle" else None
+    few = np.arange(min(draft_vocab, target.config.vocab_size)) if kind in ("block", "eagle") else None
     trainee = trainee_of(KINDS[kind](target, few, depth, 0))
     training = begin(trainee, Schedule(None, depth))
     read = jax.jit(functools.partial(_read, trainee))

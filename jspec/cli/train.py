@@ -74,7 +74,7 @@ def train(
         ),
     ] = None,
     kind: Annotated[
-        str, option("--kind", "KIND", "What to train: eagle, medusa, hydra, blockwise, kangaroo, pass or model.")
+        str, option("--kind", "KIND", "What to train: eagle, block, medusa, hydra, blockwise, kangaroo, pass or model.")
     ] = "eagle",
     data: _Data = None,
     start: _Start = None,
@@ -137,18 +137,22 @@ def _in_bfloat16(drafter: T) -> T:
 def how_saved(drafter: object, target: str) -> dict[str, Any]:
     """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
-    An EAGLE head that was trained from another head keeps that head's layout if programs that read it can run the head.
-    The head's own output head is saved too, because other programs would use the first rows of the target's head.
+    A drafter that was trained from another one keeps that one's layout if programs that read it can run the drafter. An
+    EAGLE head's own output head is saved too, because other programs would use the first rows of the target's head.
 
     Raises:
         convert.CheckpointError: no layout can hold the drafter.
     """
     import convert
     import jspec
+    from convert.heads.block import write_config as block_files
     from convert.heads.eagle.write_config import FORMATS, check_format
 
     if isinstance(drafter, jspec.ModelDrafter):
         return {"tokenizer": target}
+    if isinstance(drafter, jspec.BlockDrafter):
+        block = drafter.block
+        return {"format": block_files.format_of(block.config, block.origin)}
     if not isinstance(drafter, jspec.EagleDrafter):
         return {}
     known = drafter.head.origin.layout if drafter.head.origin else "speculators"

@@ -24,11 +24,11 @@ from jspec.models.llama import Llama
 from jspec.training.batches import Batch, Plan
 from jspec.training.dataset import write_text
 from jspec.training.kinds import Trainee, Weights
-from jspec.training.objective import Score, judge, score, total
+from jspec.training.objective import Score, judge, total
+from jspec.training.optimizer import optimizer
 from jspec.training.target_states import StoredStates, TargetStates, run_target
 
 _log = logging.getLogger("jspec")
-_WARMUP, _CLIP = 0.03, 1.0
 # The share of steps, counted from the first step, that unroll a head to only half the depth. Such a step takes 2/3 of
 # the time of a full step (bench/NOTES.md).
 _SHALLOW = 0.6
@@ -162,7 +162,7 @@ class Training(NamedTuple):
 
 def begin(trainee: Trainee, schedule: Schedule) -> Training:
     """Return a `Training` whose functions compile once for each batch shape."""
-    optimiser = _optimiser(schedule)
+    optimiser = optimizer(trainee, schedule.rate, schedule.steps)
 
     def said(weights: Weights, fixed: Weights, *batch: *_Inputs) -> Score:
         return _said(trainee, schedule, fixed | weights, *batch)
@@ -237,9 +237,7 @@ def _said(
     floating = {name for name, leaf in weights.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     weights = {name: leaf.astype(dtype) if name in floating else leaf for name, leaf in weights.items()}
     judged = judge(target, target_states, trainee.draft_ids, learned)
-    return score(
-        trainee.unroll(weights, target, tokens, target_states, schedule.depth), trainee.offset, judged, schedule.loss
-    )
+    return trainee.score(weights, target, tokens, target_states, judged, schedule.depth, schedule.loss)
 
 
 def _finite(target_states: TargetStates, learned: Array) -> tuple[TargetStates, Array]:
@@ -248,20 +246,6 @@ def _finite(target_states: TargetStates, learned: Array) -> tuple[TargetStates, 
     kept = jnp.isfinite(states).all((1, 2, 3)) & jnp.isfinite(hidden).all((1, 2))
     states, hidden = jnp.where(kept[:, None, None, None], states, 0), jnp.where(kept[:, None, None], hidden, 0)
     return target_states._replace(states=states, hidden=hidden), learned & kept[:, None]
-
-
-def _optimiser(schedule: Schedule) -> optax.GradientTransformation:
-    """Return Muon for matrices and AdamW for other weights.
-
-    The rate warms up, then falls linearly to zero. In an endless run, the rate is constant.
-    """
-    rate = optax.constant_schedule(schedule.rate)
-    if schedule.steps is not None:
-        warm = max(1, int(_WARMUP * schedule.steps))
-        down = optax.linear_schedule(schedule.rate, 0, schedule.steps - warm)
-        rate = optax.join_schedules([optax.linear_schedule(schedule.rate / warm, schedule.rate, warm), down], [warm])
-    muon = optax.contrib.muon(rate, consistent_rms=0.2, adam_learning_rate=lambda step: rate(step) / 2)
-    return optax.chain(optax.clip_by_global_norm(_CLIP), muon)
 
 
 def _placed(state: State) -> tuple[State, _Spread]:

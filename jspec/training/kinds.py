@@ -14,6 +14,7 @@ from jax import Array
 
 from convert.generation_config import SamplingDefaults
 from jspec.drafters import (
+    BlockDrafter,
     BlockwiseDrafter,
     EagleDrafter,
     HydraDrafter,
@@ -25,18 +26,28 @@ from jspec.drafters import (
 from jspec.drafters.base import DraftSource, kind_of, own_tree
 from jspec.generation.generate import speculative_generate
 from jspec.models.llama import Llama, widened
+from jspec.training import block_training, heads
 from jspec.training import eagle_training as eagle
-from jspec.training import heads
+from jspec.training.objective import Judge, Score, score
 from jspec.training.target_states import TargetStates
 
 Weights = dict[str, Array]
 _Unroll = Callable[[Any, Llama, Array, TargetStates, int], Iterator[Array]]
 Trainable: TypeAlias = (
-    EagleDrafter | MedusaDrafter | BlockwiseDrafter | HydraDrafter | PassDrafter | KangarooDrafter | ModelDrafter
+    BlockDrafter
+    | EagleDrafter
+    | MedusaDrafter
+    | BlockwiseDrafter
+    | HydraDrafter
+    | PassDrafter
+    | KangarooDrafter
+    | ModelDrafter
 )
 
-# For each drafter class, the function that computes its logits for whole sequences, and their offset. See `Trainee`.
-_UNROLLS: dict[type, tuple[_Unroll, int]] = {
+
+# For each drafter class, the function that computes its logits ``[B, S', D]`` at each depth for whole sequences, and
+# their offset: the logits at position t are for the token ``t + 1 + offset``.
+UNROLLS: dict[type, tuple[_Unroll, int]] = {
     EagleDrafter: (
         lambda drafter, target, tokens, target_states, depth: eagle.unroll(
             drafter.head, target, tokens, target_states.states, depth
@@ -61,9 +72,9 @@ class Trainee:
         fixed: all other weights, unchanged.
         features: the target's states that the drafter reads, in addition to the last layer's output.
         draft_ids: ``int32[D]``, the tokens that the drafter can draft; None for all.
-        offset: the drafter drafts the token ``t + 1 + offset`` at position t.
-        unroll: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `TargetStates` and
-            the number of depths. It yields the logits ``[B, S', D]`` for each depth.
+        tables: the names of the weights with a row for each token. Muon would change the rows of rare tokens too much.
+        score: a function of all weights (including fixed ones), the target, ``tokens[B, S]``, the `TargetStates`, the
+            `Judge`, the number of depths and the name of a loss. It returns the `Score`.
         drafter: a function that maps such weights to the drafter that decodes with them.
         repeats: whether each further depth applies the same weights again, which takes more computation.
     """
@@ -72,24 +83,23 @@ class Trainee:
     fixed: Weights
     features: tuple[int, ...]
     draft_ids: Array | None
-    offset: int
-    unroll: Callable[[Weights, Llama, Array, TargetStates, int], Iterator[Array]]
+    tables: frozenset[str]
+    score: Callable[[Weights, Llama, Array, TargetStates, Judge, int, str], Score]
     drafter: Callable[[Weights], Trainable]
     repeats: bool
 
 
 def trainee_of(drafter: object) -> Trainee:
-    """Return a `Trainee` for `drafter`. An EAGLE head's embedding and output head stay fixed.
+    """Return a `Trainee` for `drafter`. The embedding and output head of an EAGLE head or a block stay fixed.
 
     Raises:
         TypeError: `drafter` is of a kind that cannot be trained.
     """
-    if type(drafter) not in _UNROLLS:
-        known = ", ".join(sorted(kind.__name__ for kind in _UNROLLS))
+    if type(drafter) not in (BlockDrafter, *UNROLLS):
+        known = ", ".join(sorted(kind.__name__ for kind in (BlockDrafter, *UNROLLS)))
         raise TypeError(f"{type(drafter).__name__} cannot be trained; expected one of {known}.")
-    unroll, offset = _UNROLLS[type(drafter)]
     leaves, form = cast(tuple[list[tuple[object, Array]], Any], jax.tree_util.tree_flatten_with_path(drafter))
-    fixed = ("lm_head", "embed_tokens") if isinstance(drafter, EagleDrafter) else ()
+    fixed = ("lm_head", "embed_tokens") if isinstance(drafter, BlockDrafter | EagleDrafter) else ()
     named = {f"{i:03}": leaf for i, (_, leaf) in enumerate(leaves)}
     trained = {
         name
@@ -97,19 +107,42 @@ def trainee_of(drafter: object) -> Trainee:
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not any(part in str(path) for part in fixed)
     }
 
+    tables = {name for (path, _), name in zip(leaves, named, strict=True) if "markov_w" in str(path)}
+
     def made(weights: Weights) -> Trainable:
         return form.unflatten([weights.get(name, leaf) for name, leaf in named.items()])
 
     return Trainee(
         weights={name: jnp.asarray(leaf, jnp.float32) for name, leaf in named.items() if name in trained},
         fixed={name: leaf for name, leaf in named.items() if name not in trained},
-        features=drafter.features if isinstance(drafter, EagleDrafter | KangarooDrafter) else (),
-        draft_ids=drafter.head.target_ids if isinstance(drafter, EagleDrafter) else None,
-        offset=offset,
-        unroll=lambda weights, *rest: unroll(made(weights), *rest),
+        features=drafter.features if isinstance(drafter, BlockDrafter | EagleDrafter | KangarooDrafter) else (),
+        draft_ids=_draft_ids(drafter),
+        tables=frozenset(tables),
+        score=lambda weights, *batch: _score(made(weights), *batch),
         drafter=made,
         repeats=isinstance(drafter, EagleDrafter),
     )
+
+
+def _score(
+    drafter: Any, target: Llama, tokens: Array, target_states: TargetStates, judge: Judge, depth: int, loss: str
+) -> Score:
+    """Return the score of `drafter` on a batch. See `Trainee`."""
+    if isinstance(drafter, BlockDrafter):
+        return block_training.score(drafter.block, target, tokens, target_states, judge, depth, loss)
+    unroll, offset = UNROLLS[type(drafter)]
+    return score(unroll(drafter, target, tokens, target_states, depth), offset, judge, loss)
+
+
+def _draft_ids(drafter: object) -> Array | None:
+    """Return ``int32[D]``, the tokens that `drafter` can draft; None for all."""
+    match drafter:
+        case EagleDrafter():
+            return drafter.head.target_ids
+        case BlockDrafter():
+            return drafter.block.target_ids
+        case _:
+            return None
 
 
 def unpacked(drafter: Trainable) -> Trainable:
@@ -145,6 +178,11 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
 def of_eagle(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:
     """Return an untrained EAGLE head with the target's embedding and output head."""
     return EagleDrafter(eagle.new_head(target, draft_ids, seed))
+
+
+def of_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockDrafter:
+    """Return an untrained block with the target's embedding and output head."""
+    return BlockDrafter(block_training.new_block(target, draft_ids, depth, seed))
 
 
 def of_medusa(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> MedusaDrafter:
@@ -220,6 +258,7 @@ def of_model(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int)
 
 _CLASSES: dict[str, type[Trainable]] = {
     "eagle": EagleDrafter,
+    "block": BlockDrafter,
     "medusa": MedusaDrafter,
     "hydra": HydraDrafter,
     "blockwise": BlockwiseDrafter,
@@ -231,6 +270,7 @@ _CLASSES: dict[str, type[Trainable]] = {
 # Functions that make an untrained drafter from a target, the draftable tokens (None for all), a depth and a seed.
 KINDS: dict[str, Callable[[Llama, np.ndarray | None, int, int], Trainable]] = {
     "eagle": of_eagle,
+    "block": of_block,
     "medusa": of_medusa,
     "hydra": of_hydra,
     "blockwise": of_blockwise,

@@ -2,7 +2,7 @@
 
 Leviathan et al. 2023, corollary 3.6: a token is accepted with probability ``sum min(p, q)``, which is one minus the
 total variation distance. The losses are those of Zhou et al. 2024, "DistillSpec", section 4, and one based on the
-acceptance rate itself (arXiv 2602.23881, "LK losses").
+acceptance rate itself (arXiv 2602.23881, "LK losses"). "dspark" is that of DSpark (arXiv 2607.05147).
 """
 
 from collections.abc import Callable
@@ -61,6 +61,16 @@ def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
     return weight * mean(covered * _kl(log_p, log_q)) + (1 - weight) * (1 - accepted)
 
 
+def _dspark(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
+    """Return .1 times the divergence plus .9 times the L1 distance, which is twice the rejection rate.
+
+    DSpark has the cross-entropy of the text's own tokens in place of the divergence. If the target sampled the text,
+    the gradients have the same expectation, and that of the divergence has less variance.
+    """
+    rejected = 1 - mean(covered_acceptance(log_p, log_q, covered))
+    return 0.1 * mean(covered * _kl(log_p, log_q)) + 1.8 * rejected
+
+
 # Each loss is a function that returns a scalar. Its arguments are the log-probabilities ``[..., D]`` of p and of q over
 # the draftable tokens, the share ``covered[...]`` of the target's whole distribution that these tokens have, and a
 # function that averages over the tokens to learn.
@@ -70,6 +80,7 @@ LOSSES: dict[str, Loss] = {
     "jsd": _mean_of(_jsd),
     "tvd": _mean_of(_tvd),
     "lk": _lk,
+    "dspark": _dspark,
 }
 
 

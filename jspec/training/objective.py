@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from jspec.models.llama import Llama
-from jspec.training.losses import LOSSES, Loss, covered_acceptance, log_probs
+from jspec.training.losses import LOSSES, covered_acceptance, log_probs
 from jspec.training.target_states import DistributionStats, TargetStates, distribution_stats
 
 _DECAY = 0.8  # factor for each later depth, which is reached less often (EAGLE-3)
@@ -71,26 +72,46 @@ def score(said: Iterable[Array], offset: int, judge: Judge, loss: str) -> Score:
 
     The logits at position t are for the token ``t + 1 + offset``. The first `depth` positions do not count.
     """
-    rows = [_score_one(logits, offset, depth, judge, LOSSES[loss]) for depth, logits in enumerate(said)]
-    return Score(*map(jnp.stack, zip(*rows, strict=True)))
-
-
-def _score_one(logits: Array, offset: int, depth: int, judge: Judge, loss: Loss) -> tuple[Array, Array, Array, Array]:
     size = judge.learned.shape[1] - 1 - offset  # positions followed by a token to draft
-    log_p, covered = judge.log_probs[:, offset : offset + size], judge.covered[:, offset : offset + size]
-    is_finite = jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
-    meant = judge.learned[:, 1 + offset :] & (jnp.arange(size) >= depth) & is_finite
+    log_p, covered, top = (part[:, offset : offset + size] for part in judge[:3])
+    learned = judge.learned[:, 1 + offset :]
+    return by_depth(
+        score_one(logits[:, :size], Judge(log_p, covered, top, learned & (jnp.arange(size) >= depth)), loss)
+        for depth, logits in enumerate(said)
+    )
+
+
+def by_depth(scores: Iterable[Score]) -> Score:
+    """Return the scores of single depths as one `Score`."""
+    return Score(*map(jnp.stack, zip(*scores, strict=True)))
+
+
+def score_one(logits: Array, judge: Judge, loss: str, confidence: Array | None = None) -> Score:
+    """Return the score of a single depth, whose fields are scalars.
+
+    Args:
+        logits: ``[B, N, D]``.
+        judge: the target's distributions for the same tokens. `learned` says which of them are to be learned.
+        confidence: ``[B, N]``, estimates of the acceptance rate, as logits. The loss then includes their cross-entropy
+            with the acceptance rate (DSpark, arXiv 2607.05147).
+    """
+    log_p, covered, top_token, learned = judge
+    meant = learned & jnp.isfinite(log_p).all(-1) & jnp.isfinite(covered)
     count = jnp.maximum(meant.sum(), 1)
     # Mask the loss's inputs, too, because the gradient of values that are masked only afterwards would be 0 times NaN.
-    log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits[:, :size]), log_p))
+    log_q, log_p = (jnp.where(meant[..., None], part, 0) for part in (log_probs(logits), log_p))
     covered = jnp.where(meant, covered, 1)
 
     def mean(values: Array) -> Array:
         return jnp.where(meant, values, 0).sum() / count
 
     kept = covered_acceptance(log_p, log_q, covered)
-    same = (judge.top_token[:, offset : offset + size] == log_q.argmax(-1)).astype(jnp.float32)
-    return loss(log_p, log_q, covered, mean), mean(kept), mean(same), meant.sum(dtype=jnp.float32)
+    same = (top_token == log_q.argmax(-1)).astype(jnp.float32)
+    value = LOSSES[loss](log_p, log_q, covered, mean)
+    if confidence is not None:
+        rate = jnp.clip(jax.lax.stop_gradient(kept), 0, 1)
+        value += mean(optax.sigmoid_binary_cross_entropy(jnp.where(meant, confidence, 0), rate))
+    return Score(value, mean(kept), mean(same), meant.sum(dtype=jnp.float32))
 
 
 def total(score: Score) -> Array:

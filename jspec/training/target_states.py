@@ -17,6 +17,7 @@ from jax import Array
 from safetensors import SafetensorError, safe_open
 
 from jspec.core.types import PyTree
+from jspec.drafters.heads.block_drafter import BlockDrafter
 from jspec.drafters.heads.eagle import EagleDrafter
 from jspec.drafters.heads.own_files import InOwnFiles
 from jspec.models.llama import Llama, all_parts, widened
@@ -92,6 +93,8 @@ def _config(model: PyTree) -> object:
             return model.described()
         case EagleDrafter():
             return model.head.config
+        case BlockDrafter():
+            return model.block.config
         case Llama():
             return model.config
         case _:

@@ -15,14 +15,14 @@ from convert.heads.files import kind_of
 from jspec.cli.train import how_saved, train
 from jspec.training.kinds import KINDS
 from jspec.training.train import Recipe
-from support import eagle_heads
+from support import blocks, eagle_heads
 from support.few import by_default
 from support.trainings import chats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("kind", by_default((*KINDS, "several"), ("eagle",)))
+@pytest.mark.parametrize("kind", by_default((*KINDS, "several"), ("eagle", "block")))
 def test_trained_drafter_is_saved_and_used(run, sources, tmp_path, kind):
     folder, data = tmp_path / "run", chats(tmp_path / "chats.txt")
     options = ["train", sources[0], "--output", folder, "--data", data, "--steps", 4, "--depth", 2]
@@ -81,6 +81,20 @@ def test_training_continues_published_head(run, sources, tmp_path, generation):
         np.testing.assert_allclose(one, other, atol=0.02)  # saved in bfloat16
     code, _, err = run(*options, "--kind", "medusa", "--output", tmp_path / "other")
     assert code and "start is of type EagleDrafter, but kind is 'medusa'; use kind='eagle'" in err
+
+
+@pytest.mark.parametrize("format", ["deepspec", "jetspec"])
+def test_training_continues_published_block(run, sources, tmp_path, format):
+    """A block drafter keeps the layout of its files."""
+    target, data = jspec.load(sources[0]), chats(tmp_path / "chats.txt")
+    whole = {"own_embedding": True, "own_head": True, "drafts_from_first": True}
+    details = {"jetspec": {"causal": True}, "deepspec": whole}[format]
+    first = blocks.drafter(target, features=(1,), qk_norm=True, **details).save(tmp_path / "first", format)
+    options = ["train", sources[0], "--kind", "block", "--start", first, "--data", data, "--steps", 1, "--depth", 3]
+    code, _, err = run(*options, "--rate", 1e-9, "--length", 64, "--no-measure", "--output", tmp_path / "run")
+    assert code == 0, err
+    before, after = (json.loads((one / "config.json").read_text()) for one in (first, tmp_path / "run" / "drafter"))
+    assert after == before
 
 
 def test_head_keeps_layout_if_layout_can_express_it(sources, tmp_path):

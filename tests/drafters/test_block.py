@@ -181,6 +181,21 @@ def test_more_tokens_than_a_block_drafts_are_refused(prompts):
             jspec.speculative_generate(TARGET, drafter, *prompts([4], vocab_size=V), num_draft_tokens=7, **FEW)
 
 
+def test_output_head_may_be_left_out(tmp_path):
+    """A drafter without its own rows for a reduced vocabulary uses the target's."""
+    details = {"draft_vocab_size": 5, "own_head": True} | MARKOV["vanilla"]
+    own = blocks.drafter(TARGET, qk_norm=True, **details)
+    own.block.lm_head.weight.set_value(TARGET.head.wide(own.block.target_ids))
+    whole, small = (own.save(tmp_path / str(kept), own_head=kept) for kept in (True, False))
+    more, fewer = (set(load_file(one / "model.safetensors")) for one in (whole, small))
+    assert more - fewer == {"lm_head.weight"}
+    again = BlockDrafter.load(small, TARGET)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(own), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(convert.CheckpointError, match=r"has no lm_head\.weight for the 5 tokens"):
+        BlockDrafter.load(small)
+
+
 @pytest.mark.parametrize(
     ("sizes", "found"),
     [({"hidden_size": 32}, "hidden size is 16"), ({"vocab_size": 10}, "vocab"), ({"num_layers": 2}, "from 0 to 2")],

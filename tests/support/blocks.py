@@ -10,11 +10,11 @@ from jspec.drafters.heads.block_module import Block
 from support import heads
 
 
-def block(target, features=(1, 2), num_layers=2, seed=4, **details):
+def block(target, features=(1, 2), num_layers=2, seed=4, qk_norm=False, **details):
     """Return a block for `target`, with weights far from 0 so that its drafts depend on its input."""
     sizes = target.config
     config = BlockConfig(
-        body=dataclasses.replace(sizes, num_hidden_layers=num_layers),
+        body=dataclasses.replace(sizes, num_hidden_layers=num_layers, qk_norm=qk_norm or sizes.qk_norm),
         target_hidden_size=sizes.hidden_size,
         features=features,
         **{"block_size": 6, "mask_id": sizes.vocab_size - 1} | details,

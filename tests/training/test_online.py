@@ -8,6 +8,7 @@ from flax import nnx
 
 import jspec
 from jspec.drafters import EagleDrafter
+from jspec.training import kinds
 from support import eagle_heads, heads, oracle, toys
 from support.law import exact_law
 
@@ -16,9 +17,15 @@ TARGET, V = toys.tiny_llama(0, 3), 8
 TARGET.lm_head.weight.set_value(3 * TARGET.lm_head.weight[...])
 
 
-@pytest.mark.parametrize(("kind", "requests"), [("eagle", 12), pytest.param("medusa", 36, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "requests"), [("eagle", 12), ("block", 24), pytest.param("medusa", 36, marks=pytest.mark.slow)]
+)
 def test_learning_from_served_texts_raises_acceptance(prompts, kind, requests, report):
-    made = {"eagle": lambda: EagleDrafter(eagle_heads.eagle(TARGET)), "medusa": lambda: heads.medusa(TARGET, 3)}
+    made = {
+        "eagle": lambda: EagleDrafter(eagle_heads.eagle(TARGET)),
+        "block": lambda: kinds.of_block(TARGET, None, 3, 0),
+        "medusa": lambda: heads.medusa(TARGET, 3),
+    }
     began = made[kind]()
     before = jax.tree.map(np.asarray, began)
     learner = jspec.online.Learner(TARGET, began, rate=0.02, depth=3, batch=8, length=32)
@@ -101,7 +108,7 @@ def test_learning_waits_for_a_full_batch(prompts):
 
 
 def test_invalid_learners_are_rejected():
-    with pytest.raises(TypeError, match="NGramDrafter cannot be trained; expected one of BlockwiseDrafter, Eagle"):
+    with pytest.raises(TypeError, match="NGramDrafter cannot be trained; expected one of BlockDrafter, Blockwise"):
         jspec.online.Learner(TARGET, jspec.NGramDrafter())
     with pytest.raises(ValueError, match="loss is 'l2'; expected one of kl"):
         jspec.online.Learner(TARGET, EagleDrafter(eagle_heads.eagle(TARGET)), loss="l2")

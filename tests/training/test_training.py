@@ -7,6 +7,7 @@ import pytest
 
 import jspec
 from jspec.core.tree import Level, Tree
+from jspec.drafters import PassDrafter
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.capabilities import features_of
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals
@@ -33,6 +34,7 @@ def test_losses_match_numpy(name):
     weight = np.exp(-3 * accepted)
     apart = {"kl": kl(p, q), "reverse-kl": kl(q, p), "jsd": (kl(p, m) + kl(q, m)) / 2, "tvd": np.abs(p - q).sum(-1) / 2}
     expected = {loss: (covered * divergence).mean() for loss, divergence in apart.items()}
+    expected["dspark"] = 0.1 * expected["kl"] + 1.8 * (1 - accepted)
     expected["lk"] = weight * expected["kl"] + (1 - weight) * (1 - accepted)
     found = losses.LOSSES[name](jnp.log(jnp.asarray(p)), jnp.log(jnp.asarray(q)), jnp.asarray(covered), jnp.mean)
     np.testing.assert_allclose(found, expected[name], rtol=2e-5)
@@ -55,8 +57,9 @@ def test_unrolled_logits_equal_drafted_logits(kind):
     trainee = kinds.trainee_of(kinds.KINDS[kind](TARGET, None, 4, 0))
     weights = heads.drawn(trainee.weights)
     tokens = jnp.asarray(np.random.default_rng(1).integers(V, size=(1, 9)))
-    said = list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, trainee.features), 4))
     drafter = trainee.drafter(weights)
+    unroll, offset = kinds.UNROLLS[type(drafter)]
+    said = list(unroll(drafter, TARGET, tokens, target_states.run_target(TARGET, tokens, trainee.features), 4))
     for length in (2, 3, 5):  # the length of the text before the draft
         lengths = jnp.array([length])
         prompt = jnp.where(jnp.arange(9) < length, tokens, 0)
@@ -67,7 +70,7 @@ def test_unrolled_logits_equal_drafted_logits(kind):
         context = Context(tokens, lengths, noise, None, None, TargetView(TARGET, cache, 1), V)
         logits, carry = drafter.begin(drafter.init(prompt, 16, signals), context, Tree.chain(4))
         for depth in range(4):
-            at = length - 1 - trainee.offset + depth
+            at = length - 1 - offset + depth
             np.testing.assert_allclose(said[depth % len(said)][0, at], logits[0], atol=2e-5)
             if depth < 3:
                 new = tokens[:, length + depth][:, None]
@@ -83,7 +86,8 @@ def test_unrolled_pass_logits_equal_target_logits():
 
     @jax.jit
     def unrolled(weights):
-        return list(trainee.unroll(weights, TARGET, tokens, target_states.run_target(TARGET, tokens, ()), 3))
+        unroll, _ = kinds.UNROLLS[PassDrafter]
+        return list(unroll(trainee.drafter(weights), TARGET, tokens, target_states.run_target(TARGET, tokens, ()), 3))
 
     @jax.jit
     def read(nodes):

@@ -41,7 +41,8 @@ class BlockConfig:
             None if there is none.
         draft_vocab_size: D, the number of tokens that can be drafted; None for all of V.
         own_embedding: whether the drafter has its own embedding instead of the target's.
-        own_head: whether the drafter has its own output head; always true if `draft_vocab_size` is less than V.
+        own_head: whether the drafter has its own output head. If not, a reduced vocabulary uses rows of the target's
+            output head.
     """
 
     body: LlamaConfig

@@ -66,7 +66,7 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> BlockC
         drafts_from_first=first,
         draft_vocab_size=draft_vocabulary.size(raw, body.vocab_size, names) if layout == "speculators" else None,
         own_embedding=whole or EMBEDDING in names,
-        own_head=whole or HEAD in names or draft_vocabulary.TARGET_IDS in names,
+        own_head=whole or HEAD in names,
         **_heads(raw, layout),
     )
 

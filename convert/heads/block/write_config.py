@@ -31,6 +31,24 @@ def check_format(config: BlockConfig, format: str) -> None:
         )
 
 
+def format_of(config: BlockConfig, origin: BlockOrigin | None) -> str:
+    """Return a format that can hold the drafter: if possible, that of the files that it was loaded from.
+
+    Raises:
+        CheckpointError: no format can hold the drafter.
+    """
+    layout = "speculators" if origin is None else origin.layout
+    *others, last = sorted(FORMATS, key=lambda name: FORMATS[name] != layout)
+    for format in others:
+        try:
+            check_format(config, format)
+        except CheckpointError:
+            continue
+        return format
+    check_format(config, last)
+    return last
+
+
 def _unread(config: BlockConfig, format: str) -> dict[str, bool]:
     """Return the features that readers of `format` lack, and whether the drafter uses each one."""
     causal, draft_vocab = config.causal, config.draft_vocab_size is not None

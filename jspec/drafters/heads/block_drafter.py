@@ -74,7 +74,9 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         Args:
             path: a local directory, or a Hugging Face repo id.
             target: the `jspec.Llama` that the drafter was trained for. If given, sizes are checked immediately. The
-                target is required if config.json does not specify which layers the drafter reads.
+                target is required if config.json does not specify which layers the drafter reads. It is also required
+                if the files have a reduced vocabulary without an output head: rows of the target's output head are
+                then used.
             dtype: the dtype of weights, activations and cache. Same as in `jspec.load`.
 
         Raises:
@@ -84,17 +86,19 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         return cls(block_weights.load(path, target, dtype))
 
-    def save(self, path: str | Path, format: str = "speculators") -> Path:
+    def save(self, path: str | Path, format: str = "speculators", own_head: bool = True) -> Path:
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
         Args:
             format: "dflash", "jetspec", "deepspec", or "speculators" (read by vLLM).
+            own_head: whether to write the drafter's output head, if it has one. Pass False only if it is a part of the
+                target's output head. Only jspec reads such files.
 
         Raises:
             convert.CheckpointError: programs that read this format would compute results that differ from the
                 drafter's, or `path` exists or cannot be written.
         """
-        return block_weights.save(self._block, path, format)
+        return block_weights.save(self._block, path, format, own_head)
 
     @property
     def _block(self) -> Block:

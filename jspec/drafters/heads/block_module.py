@@ -60,6 +60,13 @@ class Block(nnx.Module):
         """The dtype of activations and cache."""
         return self.norm.weight.dtype
 
+    @property
+    def target_ids(self) -> Array | None:
+        """The target ids ``int32[D]`` of the tokens that the block can draft, in the head's order; None for all."""
+        if self.draft_ids is None:
+            return None
+        return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """Return an empty cache with `slots` positions for each of `batch` rows."""
         body = self.config.body

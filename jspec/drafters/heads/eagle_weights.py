@@ -11,7 +11,7 @@ from convert import dtypes
 from convert.errors import CheckpointError
 from convert.heads.eagle import files as eagle_files
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
-from jspec.drafters.heads.module_arrays import arrays_of, fill
+from jspec.drafters.heads.module_arrays import arrays_of, fill, no_output_head
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
@@ -25,10 +25,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
         check_target_of(config, target)
     lacking = config.draft_vocab_size is not None and not config.own_head
     if lacking and target is None:
-        raise CheckpointError(
-            f"{source} has no lm_head.weight for the {config.draft_vocab_size} tokens that it can draft; pass the "
-            "target, whose lm_head has a row for each of these tokens: load(path, target)."
-        )
+        raise no_output_head(source, config.draft_vocab_size)
     made = dataclasses.replace(config, own_head=True) if lacking else config
     head = nnx.eval_shape(lambda: Eagle(made, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
     fill(head, found.arrays(chosen), found.draft_ids)
