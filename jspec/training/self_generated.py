@@ -64,7 +64,7 @@ def write_chats(
     """
     frame, ends = frame_of(tokenizer), eos_ids(target, tokenizer)
     ones = np.ones(batch, np.float32)
-    questions = _continue(target, tokenizer, ends, [frame.before] * batch, 2 * seed, QUESTION_TOKENS, ones)
+    questions = continued(target, tokenizer, ends, [frame.before] * batch, 2 * seed, QUESTION_TOKENS, ones)
     whole = [frame.before + ids[:-1] + frame.after for ids in questions if len(ids) > 1 and ids[-1] in ends]
     # Keep the number of rows, so that no call recompiles. Some questions are answered twice, the second time at another
     # temperature.
@@ -83,12 +83,12 @@ def write_answers(
 ) -> list[tuple[list[int], list[int]]]:
     """Answer the prompts. Return prompts and answers as token ids, without duplicates, as `write_chats` does."""
     heat = np.resize(np.asarray(temperatures, np.float32), len(prompts))
-    answers = _continue(target, tokenizer, eos_ids(target, tokenizer), prompts, seed, answer_tokens, heat)
+    answers = continued(target, tokenizer, eos_ids(target, tokenizer), prompts, seed, answer_tokens, heat)
     chats = {(*prompt, -1, *answer): (prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)}
     return list(chats.values())
 
 
-def _continue(
+def continued(
     target: Llama,
     tokenizer: Tokenizer,
     ends: tuple[int, ...],

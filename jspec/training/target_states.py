@@ -1,6 +1,7 @@
 # pyright: reportUnknownVariableType=false
 """The target's states for a batch, computed on demand or read from disk."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -83,7 +84,7 @@ def fingerprint(model: PyTree) -> str:
         (leaf.dtype.name, leaf.shape, int(bits))
         for leaf, bits in zip(leaves, cast(list[Array], _bits(leaves)), strict=True)
     ]
-    return hashlib.sha256(f"{_config(model)} {known}".encode()).hexdigest()
+    return hashlib.sha256(f"{_settings(_config(model))} {known}".encode()).hexdigest()
 
 
 def _config(model: PyTree) -> object:
@@ -99,6 +100,14 @@ def _config(model: PyTree) -> object:
             return model.config
         case _:
             return None
+
+
+def _settings(config: object) -> object:
+    """Return a dataclass's fields that differ from their defaults, so that a new field changes no old fingerprint."""
+    if not dataclasses.is_dataclass(config):
+        return config
+    values = [(field, cast(object, getattr(config, field.name))) for field in dataclasses.fields(config)]
+    return [(field.name, _settings(value)) for field, value in values if value != field.default]
 
 
 @jax.jit

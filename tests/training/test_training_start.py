@@ -1,5 +1,7 @@
 """Training that continues from a drafter, and drafters that it cannot continue from."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,16 @@ def test_incompatible_start_is_rejected(tmp_path, start, options, message):
     with pytest.raises(ValueError, match=message):
         jspec.train_drafter(LONG, chatty(), data="none.txt", folder=tmp_path / "run", start=start(), **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_new_config_field_changes_no_fingerprint(monkeypatch):
+    """A run that was started before a field existed can be continued."""
+    before, config = fingerprint(TARGET), TARGET.config
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    more = dataclasses.make_dataclass("Config", [("window", int, 0)], bases=(type(config),), frozen=True)
+    for window, is_same in ((0, True), (5, False)):
+        monkeypatch.setattr(TARGET, "config", more(**fields, window=window))
+        assert (fingerprint(TARGET) == before) is is_same
 
 
 def test_fingerprint_includes_fixed_settings():
