@@ -6,6 +6,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 V, E, LAYERS = 8, 16, 3  # of the target
+
+
+def without(raw, *names):
+    """Return `raw` without some of its fields."""
+    return {name: value for name, value in raw.items() if name not in names}
+
+
 BODY = {
     "model_type": "qwen3",
     "vocab_size": V,
@@ -47,6 +54,12 @@ DFLASH = BODY | {
     "num_target_layers": LAYERS,
     "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]},
 }
+SIZES = {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 3}
+DFLASH2 = DFLASH | {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+DFLASH2["dflash_config"] = DFLASH["dflash_config"] | SIZES
+SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+WINDOWS = {"sliding_window": 5, "use_sliding_window": True}
+SLIDING, FULL = "sliding_attention", "full_attention"
 # Name -> the content of config.json.
 CONFIGS = {
     "dflash": DFLASH,
@@ -61,6 +74,14 @@ CONFIGS = {
     | DSPARK
     | MARKOV
     | {"markov_head_type": "vanilla", "sample_from_anchor": False},
+    "dflash2": DFLASH2,
+    "dflash2 with windows and scales": DFLASH2
+    | WINDOWS
+    | {"layer_types": [SLIDING, FULL], "dflash_config": DFLASH2["dflash_config"] | SCALES},
+    "dflash2 with causal windows": without(DFLASH2, "is_causal") | WINDOWS | {"layer_types": [SLIDING, SLIDING]},
+    "speculators dflash2": SPECULATORS
+    | SIZES
+    | {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"], "draft_vocab_size": V},
 }
 
 
@@ -86,6 +107,11 @@ def shapes(raw):
         layer |= {"mlp.down_proj.weight": (E, inner), "input_layernorm.weight": (E,)}
         layer |= {"post_attention_layernorm.weight": (E,)}
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
+        if "conv_kernel_size" in flat:
+            taps, channels = flat["conv_kernel_size"], flat["conv_group_size"]
+            for place in ("attention_conv", "mlp_conv"):
+                layer |= {f"{place}.base_kernel": (2, taps, E)}
+                layer |= {f"{place}.kernel_projection.weight": (2 * taps * E // channels, E)}
         found |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     drafted = flat.get("draft_vocab_size", V)
     if "dflash_config" not in raw:
@@ -99,6 +125,10 @@ def shapes(raw):
             "gated": {f"{gate}weight": (rank, E + rank), f"{gate}bias": (rank,)},
             "rnn": {f"{joint}weight": (3 * rank, 2 * rank + E), f"{joint}bias": (3 * rank,)},
         }[flat["markov_head_type"]]
+    if "selector_rank" in flat:
+        rank, selector = flat["selector_rank"], "candidate_selector."
+        found |= {f"{selector}{name}_codebook": (V, rank) for name in ("predecessor", "successor")}
+        found |= {f"{selector}hidden_projection.weight": (rank, E)}
     if flat.get("enable_confidence_head"):
         read = E + (rank if flat["confidence_head_with_markov"] else 0)
         found |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
