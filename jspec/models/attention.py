@@ -89,8 +89,9 @@ class Attention(nnx.Module):
             x: ``[B, S, E]``, the inputs of the projections.
             context: the cache, and the inputs' places in it.
         """
-        _, k, v = self.split(self.qkv_proj(x))
-        return _write(k, v, context.slots[:, 0], context)
+        heads, groups, size = self.sizes
+        _, k, v = _split(self.qkv_proj.outputs_from(x, heads * size), (0, groups, size))
+        return _write(k if self.k_norm is None else self.k_norm(k), v, context.slots[:, 0], context)
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
