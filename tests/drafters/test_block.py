@@ -181,8 +181,13 @@ def test_exact_block_is_always_accepted(kind):
 def test_more_tokens_than_a_block_drafts_are_refused(prompts):
     for drafter, most in ((blocks.drafter(TARGET), 5), (blocks.drafter(TARGET, drafts_from_first=True), 6)):
         assert drafter.max_chain_length == most
-        with pytest.raises(ValueError, match=f"at most {most}"):
-            jspec.speculative_generate(TARGET, drafter, *prompts([4], vocab_size=V), num_draft_tokens=7, **FEW)
+        for one, length in (
+            (drafter, {"num_draft_tokens": 7}),
+            (jspec.TreeDrafter(drafter, Tree.chain(7)), {}),
+            (jspec.DynamicTreeDrafter(drafter, 9, 7, 2), {"accept": "coupled"}),
+        ):
+            with pytest.raises(ValueError, match=f"at most {most}"):
+                jspec.speculative_generate(TARGET, one, *prompts([4], vocab_size=V), **length, **FEW)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +199,17 @@ def test_drafter_for_another_target_is_refused(prompts, sizes, found):
     layers = sizes.pop("num_layers", 3)
     with pytest.raises(ValueError, match=found):
         jspec.speculative_generate(toys.tiny_llama(0, layers, **sizes), drafter, *prompts([4], vocab_size=V), **FEW)
+
+
+def test_files_for_another_target_are_refused(tmp_path):
+    """A layer's number and the target's own depth are in DAMAGED."""
+    block_checkpoints.write(tmp_path, DFLASH)
+    for sizes, found in (
+        ({"hidden_size": 32}, "hidden size is 16, but this target's is 32"),
+        ({"vocab_size": 10}, "vocabulary size is 8, but this target's is 10"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            BlockDrafter.load(tmp_path, toys.tiny_llama(0, 3, **sizes))
 
 
 def test_wrong_block_is_refused(prompts):
@@ -217,6 +233,15 @@ DAMAGED = {
     "no block size": (without(DFLASH, "block_size"), "block_size is missing"),
     "two block sizes": (with_section(DFLASH, block_size=3), "block_size is 5 in config.json and 3"),
     "both kinds of layer ids": (DSPARK | {"aux_hidden_state_layer_ids": [0, 1]}, "each must be one less"),
+    "both kinds in one file": (SPECULATORS | {"target_layer_ids": [1, 3]}, "each must be one less"),
+    "both kinds in two places": (with_section(DFLASH) | {"target_layer_ids": [0, 1]}, "each must be one less"),
+    "no layers": (without(SPECULATORS, "transformer_layer_config"), "transformer_layer_config is None"),
+    "layers of another family": (DFLASH | {"model_type": "gemma3"}, "expected llama or qwen3"),
+    "another rotation": (DFLASH | {"is_neox_style": False}, "is_neox_style is False"),
+    "more rows than positions": (DFLASH | {"block_size": 65}, "at most max_position_embeddings 64"),
+    "no rows": (DFLASH | {"block_size": 0}, "block_size is 0"),
+    "no flag of the first row": (SPECULATORS | {"sample_from_anchor": "yes"}, "expected true or false"),
+    "no convolutions": (DFLASH2, "lacks .*attention_conv"),
     "layer ids out of order": (DSPARK | {"target_layer_ids": [1, 0]}, "ascending order"),
     "layer ids out of range": (without(DSPARK | {"target_layer_ids": [0, 3]}, "num_target_layers"), "layers 0 to 2"),
     "another target's depth": (DFLASH | {"num_target_layers": 4}, "num_target_layers is 4, but this target has 3"),

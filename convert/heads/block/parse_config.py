@@ -53,12 +53,17 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> BlockC
     windows = dflash2.windows(raw, block_size) if is_dflash2 and layout == "dflash" else ()
     body = _body(dflash2.without_windows(raw) if windows else raw, layout)
     for place in (section, raw):
-        check_supported(place, {"target_hidden_size": body.hidden_size})
+        check_supported(place, {"target_hidden_size": body.hidden_size, "is_neox_style": True})
     whole = layout == "deepspec"  # these files hold everything
     kind = raw.get("speculators_model_type")
     first = whole or (layout == "speculators" and flag(raw, "sample_from_anchor", kind == "dspark"))
     if block_size == 1 and not first:
         raise CheckpointError(f"block_size is 1, so no row is left to draft a token; {RESTORE}.")
+    if block_size > body.max_position_embeddings:
+        raise CheckpointError(
+            f"block_size is {block_size}; expected at most max_position_embeddings {body.max_position_embeddings}: "
+            f"{RESTORE}."
+        )
     drafted = draft_vocabulary.size(raw, body.vocab_size, names) if layout == "speculators" else None
     if is_dflash2 and layout == "dflash":
         causal = dflash2.is_causal(raw, windows)
