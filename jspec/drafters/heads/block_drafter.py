@@ -20,6 +20,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, insert_prefix
 from jspec.models.llama import Llama
+from jspec.models.quantize import quantized_copy
 
 
 @pytree
@@ -88,6 +89,19 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         return cls(block_weights.load(path, target, dtype))
 
+    def quantize(self, kind: str = "int8") -> Self:
+        """Return a copy with quantised matrices, including embeddings and tables. See `jspec.quantize`.
+
+        Draft tokens are drawn from the quantised block's own distribution, so the output stays exact. Only a block that
+        is not quantised can be saved.
+
+        Raises:
+            ValueError: under the same conditions as `jspec.quantize`.
+        """
+        block = quantized_copy(self._block, kind, self._block.dtype)
+        block.quantized = kind
+        return type(self)(block)
+
     def save(self, path: str | Path, format: str = "speculators") -> Path:
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
@@ -97,6 +111,7 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         Raises:
             convert.CheckpointError: programs that read this format would compute results that differ from the
                 drafter's, or `path` exists or cannot be written.
+            ValueError: the drafter is quantised.
         """
         return block_weights.save(self._block, path, format)
 

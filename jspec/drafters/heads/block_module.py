@@ -37,11 +37,13 @@ class Block(nnx.Module):
 
     Attributes:
         origin: a description of the files that the block was loaded from; None if it was not loaded.
+        quantized: the kind to which `jspec.BlockDrafter.quantize` quantised the matrices; None if it did not.
     """
 
     def __init__(self, config: BlockConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, body = config, config.body
         self.origin: BlockOrigin | None = None
+        self.quantized: str | None = None
         size, vocab = body.hidden_size, config.draft_vocab_size or body.vocab_size
         self.fc = Linear(len(config.features) * config.target_hidden_size, size, False, dtype, rngs)
         self.hidden_norm = RMSNorm(size, body.rms_norm_eps, dtype)

@@ -30,6 +30,8 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
 
 def save(block: Block, destination: str | Path, format: str) -> Path:
     """Save a block. See `jspec.BlockDrafter.save`."""
+    if block.quantized is not None:
+        raise ValueError(f"The block drafter is {block.quantized} and cannot be saved; save it before it is quantised.")
     arrays, draft_ids = arrays_of(block)
     arrays = as_stored(arrays, None if block.origin is None else block.origin.dtype)
     return block_files.write(destination, block.config, arrays, draft_ids, format, block.origin)
