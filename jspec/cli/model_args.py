@@ -1,6 +1,7 @@
 """The sources of a command's models, and the choice of its draft."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -49,8 +50,8 @@ class Sources:
 
     Attributes:
         target: a model's path, name or Hugging Face repo id.
-        draft: a model's path, name or Hugging Face repo id, a trained head's directory, a datastore, "lookup",
-            "exit:N", "exit:N-I-J" or "none". `jspec tune` also accepts "exit".
+        draft: a model's path, name or Hugging Face repo id, a trained head's directory or repo id, a datastore,
+            "lookup", "exit:N", "exit:N-I-J" or "none". `jspec tune` also accepts "exit".
         looks_up: whether `draft` drafts only if prompt lookup finds no draft.
         tokenizer_source: the checkpoint that provides the models' tokenizer; None for the target.
     """
@@ -73,12 +74,27 @@ class Sources:
     @property
     def can_branch(self) -> bool:
         """Whether the draft may be a tree of any shape."""
-        return self.draft not in (NONE, LOOKUP) and not self.has_tree and not self.looks_up
+        return self.draft not in (NONE, LOOKUP) and not self.looks_up and not self.has_tree
 
     @property
     def has_tree(self) -> bool:
         """Whether the draft is trained for one tree: look-ahead vectors, or several models."""
-        return head_kind(self.draft) in _TREES
+        return self.head_kind in _TREES
+
+    @functools.cached_property
+    def head_kind(self) -> str | None:
+        """The kind of trained drafter that `draft` is, or None.
+
+        A draft on the Hugging Face Hub is downloaded to find out.
+
+        Raises:
+            convert.CheckpointError: the download failed.
+        """
+        from convert import source
+
+        if is_model(self.draft) and source.is_repo_id(self.draft):
+            return head_kind(str(source.resolve(self.draft)))
+        return head_kind(self.draft)
 
     def tokenizer(self) -> "TokenizerFile":
         """Return the tokenizer that the target and the draft share.
@@ -93,7 +109,7 @@ class Sources:
         tokenizer = text.load_tokenizer(self.tokenizer_source or self.target)
         if self.tokenizer_source is not None:
             self._check_vocabulary(len(tokenizer))
-        if is_model(self.draft) and head_kind(self.draft) is None and self.tokenizer_source is None:
+        if is_model(self.draft) and self.head_kind is None and self.tokenizer_source is None:
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(self.draft))
         return tokenizer
 
@@ -105,7 +121,7 @@ class Sources:
         Raises:
             UsageError: `draft_quantize` is set, but the draft is not a model.
         """
-        if draft_quantize is not None and (not is_model(self.draft) or head_kind(self.draft)):
+        if draft_quantize is not None and (not is_model(self.draft) or self.head_kind):
             raise UsageError(
                 f"--draft-quantize needs a draft model, but {self.name} is not one; leave out --draft-quantize."
             )
@@ -121,7 +137,7 @@ class Sources:
             self._check_layers()
         dtype, quantize, bits, draft_quantize = precision
         target = load(self.target, dtype, quantize, activation_bits=bits)
-        if kind := head_kind(self.draft):
+        if kind := self.head_kind:
             drafter = drafter_class(kind).load(self.draft, target, dtype)
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, draft_quantize, activation_bits=bits)
@@ -301,7 +317,7 @@ def drafter_class(kind: str) -> "Trained":
 
 
 def head_kind(draft: str) -> str | None:
-    """Return the kind of trained drafter in the directory `draft`, or None if it holds a plain model."""
+    """Return the kind of trained drafter in the directory `draft`, or None if it is none. Nothing is downloaded."""
     from convert.heads import files as head_files
 
     return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

@@ -81,9 +81,9 @@ Draft = Annotated[
         "--draft",
         "SRC",
         "Smaller model with the same tokenizer; datastore; lookup (prompt lookup); exit:N (the target's first N layers)"
-        " or exit:N-I (those layers without layer I); a trained head's folder; head (the bundled head, for smollm2);"
-        " lookup+SRC (SRC if prompt lookup finds no draft); or none [default: lookup+head for smollm2, lookup for other"
-        " named targets].",
+        " or exit:N-I (those layers without layer I); a trained head's folder or repo id; head (the bundled head, for"
+        " smollm2); lookup+SRC (SRC if prompt lookup finds no draft); or none [default: lookup+head for smollm2, lookup"
+        " for other named targets].",
     ),
 ]
 Plain = Annotated[bool, option("--plain", None, "Decode without a draft, like --draft none.")]

@@ -39,6 +39,8 @@ class AttentionContext:
             and ``int32[B]``, the number of its slots in use.
         branches: the tree structure of the tokens, if they are not a simple sequence.
         cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
+        window: the number of positions up to a token's own that it attends to; None for all. It applies to `past`,
+            because a pass has fewer tokens.
     """
 
     keys: Array
@@ -48,6 +50,7 @@ class AttentionContext:
     past: Past | None = None
     branches: Branches | None = None
     cache_rows: Array | None = None
+    window: int | None = None
 
 
 class Attention(nnx.Module):
@@ -86,8 +89,9 @@ class Attention(nnx.Module):
             x: ``[B, S, E]``, the inputs of the projections.
             context: the cache, and the inputs' places in it.
         """
-        _, k, v = self.split(self.qkv_proj(x))
-        return _write(k, v, context.slots[:, 0], context)
+        heads, groups, size = self.sizes
+        _, k, v = _split(self.qkv_proj.outputs_from(x, heads * size), (0, groups, size))
+        return _write(k if self.k_norm is None else self.k_norm(k), v, context.slots[:, 0], context)
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
@@ -119,8 +123,10 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     keys, values = _write(k, v, slots[:, 0], context)
     caches, last = [MaskedCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
     if past is not None:
-        last = past[3][:, None] - 1
-        seen = jnp.broadcast_to(visible(last, past[0].shape[3]), (batch, tokens, past[0].shape[3]))
+        last, size = past[3][:, None] - 1, past[0].shape[3]
+        seen = jnp.broadcast_to(visible(last, size), (batch, tokens, size))
+        if context.window is not None:
+            seen &= ~visible(context.slots - context.window, size)
         caches.insert(0, MaskedCache(*past[:3], seen))
     attended = dispatch.masked_attention(_attend_filled, rotate(q, tables), caches, last)
     mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)

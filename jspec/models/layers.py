@@ -32,6 +32,13 @@ class Linear(nnx.Module):
         y = project(self.weight[...], x) if self.parts is None else multiply(self.parts, x).astype(x.dtype)
         return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...], y.ndim)
 
+    def outputs_from(self, x: Array, start: int) -> Array:
+        """Return only the outputs from number `start` on. A packed matrix is multiplied as a whole."""
+        if self.parts is not None:
+            return self(x)[..., start:]
+        y = project(self.weight[...][:, start:], x)
+        return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...][start:], y.ndim)
+
 
 class Embed(nnx.Module):
     """A token embedding, an output head, or both if the two are tied.

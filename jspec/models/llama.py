@@ -202,13 +202,13 @@ class Llama(nnx.Module):
         return self.head.logits(self.norm(hidden))
 
 
-def matrices(model: Llama) -> dict[str, Linear | Embed]:
+def matrices(model: nnx.Module) -> dict[str, Linear | Embed]:
     """Return a dict that maps the name of each matrix to the module that holds it."""
     modules = ((path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear | Embed))
     return {".".join(map(str, (*path, "weight"))): module for path, module in modules}
 
 
-def all_parts(model: Llama) -> list[MatrixPart]:
+def all_parts(model: nnx.Module) -> list[MatrixPart]:
     """Return the parts of all packed and quantised matrices."""
     return [part for module in matrices(model).values() for part in module.parts or ()]
 

@@ -25,7 +25,7 @@ from jspec.models.kernels.cpu import native
 from jspec.models.llama import Llama, all_parts, matrices, set_parts, widened
 from jspec.models.matrix_parts import widen
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
-from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix
+from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix, widths_of
 
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
 
@@ -86,7 +86,7 @@ def load(
     if quantize is None:
         model = from_arrays(config, arrays, dtype, sharding, activation_bits)
     else:
-        format = packed_format(quantize, config, packed, is_packed, activation_bits)
+        format = packed_format(quantize, widths_of(config), packed, is_packed, activation_bits)
         model = from_arrays(config, arrays, dtype, sharding, activation_bits, (quantize, format))
     if activation_bits < 24 and not _rounds_activations(model):
         raise ValueError(

@@ -8,13 +8,14 @@ native kernels read them as they are stored. Elsewhere, both kinds are stored as
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 from convert.config import LlamaConfig
@@ -23,7 +24,7 @@ from jspec.models.array_layout import lay_out
 from jspec.models.groups import GROUP, quantized_matrix, quantized_part
 from jspec.models.kernels.cpu import native
 from jspec.models.kernels.cpu.product import ProductKernel
-from jspec.models.layers import Embed, Linear, copy_tree
+from jspec.models.layers import Embed, Linear, Module, copy_tree
 from jspec.models.llama import Llama, all_parts, matrices, set_parts
 from jspec.models.matrix_parts import MatrixPart, widen
 from jspec.models.packed import PackedMatrix
@@ -59,17 +60,31 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
         ValueError: `kind` is unknown, or is "int4" and the number of inputs of a matrix is not a multiple of 32, or a
             group would span two devices; or a weight is not finite.
     """
-    check_kind(kind)
-    packed = [part for part in all_parts(model) if isinstance(part, PackedMatrix)]
-    bits = min((part.activation_bits for part in packed), default=24)
-    format = packed_format(kind, model.config, None, bool(packed) or _can_be_packed(model), bits)
-    model = copy_tree(model)
-    for name, module in matrices(model).items():
-        quantize_matrix(module, _source(module), kind, format, bits, name)
+    model = quantized_copy(model, kind, model.dtype)
     formats = {part.format for part in all_parts(model)}
     model.quantized = "int4" if formats <= {"int4", _FORMATS["int4"]} else kind
     lay_out(model)
     return model
+
+
+def quantized_copy(module: Module, kind: str, dtype: jnp.dtype) -> Module:
+    """Return a copy of a module that holds matrices, with quantised matrices. See `quantize`.
+
+    Args:
+        dtype: the dtype of activations.
+
+    Raises:
+        ValueError: under the same conditions as `quantize`.
+    """
+    check_kind(kind)
+    packed = [part for part in all_parts(module) if isinstance(part, PackedMatrix)]
+    bits = min((part.activation_bits for part in packed), default=24)
+    widths = {name: _width(matrix) for name, matrix in matrices(module).items()}
+    format = packed_format(kind, widths, None, bool(packed) or _can_be_packed(module, dtype), bits)
+    module = copy_tree(module)
+    for name, matrix in matrices(module).items():
+        quantize_matrix(matrix, _source(matrix), kind, format, bits, name)
+    return module
 
 
 def check_kind(kind: str) -> None:
@@ -80,18 +95,23 @@ def check_kind(kind: str) -> None:
         )
 
 
-def packed_format(kind: str, config: LlamaConfig, packed: bool | None, by_default: bool, bits: int) -> str | None:
+def widths_of(config: LlamaConfig) -> dict[str, int]:
+    """Return the number of inputs of each matrix of a model."""
+    return {name: shape[1] for name, shape in shapes(config).items() if len(shape) == 2}
+
+
+def packed_format(kind: str, widths: Mapping[str, int], packed: bool | None, by_default: bool, bits: int) -> str | None:
     """Return the format of packed matrices for `kind`, or None if matrices are not to be packed.
 
     Args:
+        widths: the number of inputs of each matrix.
         packed: whether to pack the matrices; None to pack them if possible and `by_default`.
         bits: the size of rounded activations. See `jspec.models.packed`.
 
     Raises:
         ValueError: the number of inputs of a matrix is not a multiple of 32, which `kind` or `packed` requires.
     """
-    widths = ((name, shape[1]) for name, shape in shapes(config).items() if len(shape) == 2)
-    unsuited = next(((name, width) for name, width in widths if width % GROUP), None)
+    unsuited = next(((name, width) for name, width in widths.items() if width % GROUP), None)
     if unsuited is None:
         packed = by_default and native.register(ProductKernel(_FORMATS[kind], bits)) if packed is None else packed
         return _FORMATS[kind] if packed else None
@@ -175,13 +195,18 @@ def is_packed_by_default(dtype: jnp.dtype) -> bool:
     return jax.default_backend() == "cpu" and dtype == jnp.float32 and native.is_default()
 
 
-def _can_be_packed(model: Llama) -> bool:
-    """Return whether `jspec.load` would pack a model like `model` by default."""
-    leaves = jax.tree.leaves(model)
+def _can_be_packed(module: nnx.Module, dtype: jnp.dtype) -> bool:
+    """Return whether `jspec.load` would pack a model with such leaves by default."""
+    leaves = jax.tree.leaves(module)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False
     devices = {device for leaf in leaves if isinstance(leaf, Array) for device in leaf.devices()}
-    return len(devices) <= 1 and is_packed_by_default(model.dtype)
+    return len(devices) <= 1 and is_packed_by_default(dtype)
+
+
+def _width(module: Linear | Embed) -> int:
+    """Return the number of inputs of a matrix."""
+    return module.weight.shape[0] if module.parts is None else module.parts[0].in_size
 
 
 def _source(module: Linear | Embed) -> _Source:

@@ -49,6 +49,11 @@ class QuantizedMatrix(nnx.Module):
         return self.codes.shape[1]
 
     @property
+    def in_size(self) -> int:
+        """The number of inputs."""
+        return self.codes.shape[0] * self.codes.shape[2]
+
+    @property
     def format(self) -> str:
         """The type of the codes."""
         return str(self.codes.dtype)

@@ -1,9 +1,11 @@
 """Block drafters in PyTorch, written from the published descriptions. Nothing is cached: all positions run each time.
 
-The descriptions are those of DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147) and JetSpec (arXiv 2606.18394).
+The descriptions are those of DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), JetSpec (arXiv 2606.18394) and
+DFlash2 (https://github.com/vllm-project/vllm/pull/52816).
 Weights have the names that they have in the files.
 """
 
+import functools
 import math
 
 import torch
@@ -58,6 +60,39 @@ class Reference:
         scores = (q @ k.transpose(1, 2) / math.sqrt(size)).masked_fill(~mask, -math.inf)
         return self.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{prefix}o_proj")
 
+    def fed_forward(self, prefix, x):
+        gate, up = (self.linear(x, f"{prefix}{name}_proj") for name in ("gate", "up"))
+        return self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}down_proj")
+
+    def convolved(self, x, kernels, base):
+        """Return ``sum_t (base[t, c] + kernels[i, t, g(c)]) x[i - t, c]`` for ``x[R, E]``, row by row."""
+        rows, width = len(x), x.shape[1] // kernels.shape[2]
+        found = torch.zeros_like(x)
+        for i in range(rows):
+            for tap in range(min(len(base), i + 1)):
+                found[i] += (base[tap] + kernels[i, tap].repeat_interleave(width)) * x[i - tap]
+        return found
+
+    def around(self, name, x, sublayer):
+        """Return ``sublayer(x)``, between two convolutions if the drafter has them."""
+        if f"{name}.base_kernel" not in self.w:
+            return sublayer(x)
+        base = self.w[f"{name}.base_kernel"]
+        kernels = self.linear(x, f"{name}.kernel_projection").unflatten(1, (2, len(base[0]), -1))
+        return self.convolved(sublayer(self.convolved(x, kernels[:, 0], base[0])), kernels[:, 1], base[1])
+
+    def mask(self, layer, context):
+        """Return ``bool[R, S + R]``: the states before the block, and its rows, that each row attends to."""
+        rows, kinds = self.raw["block_size"], self.raw.get("layer_types")
+        seen = torch.ones(rows, context + rows).bool()
+        query, key = context + torch.arange(rows)[:, None], torch.arange(context + rows)
+        slides = kinds is not None and kinds[layer] == "sliding_attention"
+        if self.raw.get("causal_head") or self.raw.get("is_causal", slides):
+            seen &= key <= query
+        if slides:
+            seen &= (query - key).abs() < self.raw["sliding_window"]
+        return seen
+
     def states(self, hidden_states, last):
         """Return the rows' states ``[R, E]`` after a context and the last token.
 
@@ -69,16 +104,14 @@ class Reference:
         context = self.norm(context, self.w["hidden_norm.weight"])
         rows = self.raw["block_size"]
         x = self.embedding[torch.tensor([last] + [self.raw["mask_token_id"]] * (rows - 1))]
-        own = torch.ones(rows, rows).bool()
-        own = own.tril() if self.raw.get("causal_head") else own
-        mask = torch.cat([torch.ones(rows, len(context)).bool(), own], 1)
+        x = x * self.raw.get("input_embedding_scale", 1.0)
         for i in range(self.raw["num_hidden_layers"]):
-            prefix = f"layers.{i}."
+            prefix, mask = f"layers.{i}.", self.mask(i, len(context))
+            attend = functools.partial(self.attended, f"{prefix}self_attn.", context, mask=mask)
             normed = self.norm(x, self.w[f"{prefix}input_layernorm.weight"])
-            x = x + self.attended(f"{prefix}self_attn.", context, normed, mask)
+            x = x + self.around(f"{prefix}attention_conv", normed, attend)
             normed = self.norm(x, self.w[f"{prefix}post_attention_layernorm.weight"])
-            gate, up = (self.linear(normed, f"{prefix}mlp.{name}_proj") for name in ("gate", "up"))
-            x = x + self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
+            x = x + self.around(f"{prefix}mlp_conv", normed, functools.partial(self.fed_forward, f"{prefix}mlp."))
         return self.norm(x, self.w["norm.weight"])
 
     def corrections(self, hidden, before):
@@ -96,9 +129,24 @@ class Reference:
             found.append(self.linear(z, "markov_head.markov_w2"))
         return torch.stack(found)
 
+    def selected(self, logits, hidden, before):
+        """Return the scores ``[K, V]`` of the rows' likeliest tokens after the tokens `before`, and -inf elsewhere."""
+        logits = logits * self.raw.get("output_multiplier", 1.0)
+        if cap := self.raw.get("final_logit_softcapping"):
+            logits = cap * torch.tanh(logits / cap)
+        first, second = (self.w[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
+        found = torch.full_like(logits, -math.inf)
+        for row, (h, token) in enumerate(zip(hidden, before, strict=True)):
+            vector = first[token] * self.linear(h, "candidate_selector.hidden_projection")
+            for candidate in logits[row].topk(self.raw["selector_top_k"]).indices:
+                found[row, candidate] = logits[row, candidate] + vector @ second[candidate]
+        return found
+
     def logits(self, hidden_states, tokens):
         """Return the logits ``[K, D]`` of the draft tokens after the last token ``tokens[0]``, given ``tokens[1:]``."""
         first = self.raw.get("sample_from_anchor", "dflash_config" not in self.raw)
         hidden = self.states(hidden_states, tokens[0])[0 if first else 1 :]
         found = hidden @ self.head.T
+        if "selector_top_k" in self.raw:
+            return self.selected(found, hidden, tokens[: len(hidden)])
         return found + self.corrections(hidden, tokens[: len(hidden)]) if self.raw.get("markov_rank") else found

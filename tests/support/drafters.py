@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jspec
-from convert.heads.block.config import MarkovConfig
+from convert.heads.block.config import DFlash2Config, MarkovConfig
 from jspec.core.sampling import SamplingParams
 from jspec.drafters import (
     BigramDrafter,
@@ -70,6 +70,9 @@ _MAKERS = {
         draft_vocab_size=v // 2,
         own_head=True,
     ),
+    "block with candidates": lambda target, draft, corpus, v: blocks.drafter(
+        target, dflash2=DFlash2Config(num_taps=2, group_size=4, rank=4, num_candidates=3), windows=(None, 7)
+    ),
 }
 NAMES = tuple(_MAKERS)
 HEADS = (
@@ -79,6 +82,7 @@ HEADS = (
     "kangaroo",
     "block",
     "block with corrections",
+    "block with candidates",
 )  # those with trained weights, here random
 # Drafters with trees of their own, made in the same way.
 _TREES = {

@@ -23,6 +23,29 @@ class MarkovConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DFlash2Config:
+    """The configuration of DFlash2's convolutions and candidate selector.
+
+    Attributes:
+        num_taps: T, the number of rows that a convolution reads: a row and the T - 1 rows before it.
+        group_size: the number of channels that share the weights projected from the input.
+        rank: the size of the selector's vectors.
+        num_candidates: C, the number of tokens per row that can be drafted.
+        embedding_scale: the factor of the rows' embeddings.
+        logit_scale: the factor of the logits, before the selector.
+        logit_cap: the bound of the logits after scaling, ``cap tanh(logits / cap)``; None for no bound.
+    """
+
+    num_taps: int
+    group_size: int
+    rank: int
+    num_candidates: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockConfig:
     """The configuration of a block drafter. Instances are hashable.
 
@@ -40,6 +63,9 @@ class BlockConfig:
         confidence: what the confidence head reads: a row's state, or also the Markov head's vector of the token before;
             None if there is none.
         draft_vocab_size: D, the number of tokens that can be drafted; None for all of V.
+        dflash2: the convolutions and the candidate selector; None if there are none.
+        windows: for each layer, the number of positions that a row attends to, up to its own; None for all. Empty if no
+            layer has a window.
         own_embedding: whether the drafter has its own embedding instead of the target's.
         own_head: whether the drafter has its own output head. If not, a reduced vocabulary uses rows of the target's
             output head.
@@ -55,6 +81,8 @@ class BlockConfig:
     markov: MarkovConfig | None = None
     confidence: ConfidenceInputs | None = None
     draft_vocab_size: int | None = None
+    dflash2: DFlash2Config | None = None
+    windows: tuple[int | None, ...] = ()
     own_embedding: bool = False
     own_head: bool = False
 

@@ -7,14 +7,15 @@ from typing import TypedDict, cast, get_args
 from convert.config import LlamaConfig, check_supported, parse_config
 from convert.errors import CheckpointError, listing
 from convert.heads import draft_vocabulary
+from convert.heads.block import dflash2
 from convert.heads.block.config import BlockConfig, ConfidenceInputs, MarkovConfig, MarkovKind
+from convert.heads.block.fields import RESTORE, SECTION, once
 from convert.heads.block.tensor_names import EMBEDDING, HEAD
 from convert.json_fields import Fields, ascending_ids, flag, integer
 
-SECTION, LAYER = "dflash_config", "transformer_layer_config"
+LAYER = "transformer_layer_config"
 IDS, SHIFTED_IDS = "aux_hidden_state_layer_ids", "target_layer_ids"  # numbers of layer inputs, and of layer outputs
-_KNOWN = {SHIFTED_IDS, "mask_token_id", "block_size", "causal_head", "target_hidden_size"}
-_RESTORE = "restore the drafter's own config.json"
+_KNOWN = {SHIFTED_IDS, "mask_token_id", "block_size", "target_hidden_size"}
 
 
 def layout_of(raw: Fields) -> str:
@@ -24,14 +25,14 @@ def layout_of(raw: Fields) -> str:
         CheckpointError: the files do not hold a block drafter.
     """
     if (kind := raw.get("speculators_model_type")) is not None:
-        layout = "speculators" if kind in ("dflash", "dspark") else None
+        layout = "speculators" if kind in ("dflash", "dspark", "dflash2") else None
     else:
         layout = "dflash" if SECTION in raw else "deepspec" if SHIFTED_IDS in raw else None
     if layout is None:
         said = f"speculators_model_type {kind!r} and " if kind is not None else ""
         raise CheckpointError(
-            f"it has {said}architectures {raw.get('architectures')} and is not a block drafter; load a DFlash, DSpark "
-            "or JetSpec drafter."
+            f"it has {said}architectures {raw.get('architectures')} and is not a block drafter; load a DFlash, DSpark, "
+            "JetSpec or DFlash2 drafter."
         )
     return layout
 
@@ -46,37 +47,54 @@ def parse(raw: Fields, names: Collection[str], num_layers: int | None) -> BlockC
     Raises:
         CheckpointError: a field is missing, has a wrong value, contradicts another, or is not supported.
     """
-    layout = layout_of(raw)
-    section, body = _section(raw), _body(raw, layout)
+    layout, is_dflash2 = layout_of(raw), dflash2.is_used(raw)
+    section = _section(raw, is_dflash2)
+    block_size = once(raw, section, "block_size")
+    windows = dflash2.windows(raw, block_size) if is_dflash2 and layout == "dflash" else ()
+    body = _body(dflash2.without_windows(raw) if windows else raw, layout)
     for place in (section, raw):
-        check_supported(place, {"target_hidden_size": body.hidden_size})
+        check_supported(place, {"target_hidden_size": body.hidden_size, "is_neox_style": True})
     whole = layout == "deepspec"  # these files hold everything
     kind = raw.get("speculators_model_type")
     first = whole or (layout == "speculators" and flag(raw, "sample_from_anchor", kind == "dspark"))
-    block_size = _once(raw, section, "block_size")
     if block_size == 1 and not first:
-        raise CheckpointError(f"block_size is 1, so no row is left to draft a token; {_RESTORE}.")
+        raise CheckpointError(f"block_size is 1, so no row is left to draft a token; {RESTORE}.")
+    if block_size > body.max_position_embeddings:
+        raise CheckpointError(
+            f"block_size is {block_size}; expected at most max_position_embeddings {body.max_position_embeddings}: "
+            f"{RESTORE}."
+        )
+    drafted = draft_vocabulary.size(raw, body.vocab_size, names) if layout == "speculators" else None
+    if is_dflash2 and layout == "dflash":
+        causal = dflash2.is_causal(raw, windows)
+    else:
+        causal = flag(section, "causal_head")
+        check_supported(raw, {"is_causal": causal})
+    if is_dflash2:
+        dflash2.check_whole(first, drafted)
     return BlockConfig(
         body=body,
         target_hidden_size=body.hidden_size,
         features=_features(raw, section, body, _num_layers(raw, num_layers)),
         block_size=block_size,
         mask_id=_mask_id(raw, section, body),
-        causal=flag(section, "causal_head"),
+        causal=causal,
         drafts_from_first=first,
-        draft_vocab_size=draft_vocabulary.size(raw, body.vocab_size, names) if layout == "speculators" else None,
+        draft_vocab_size=drafted,
+        dflash2=dflash2.parse(raw, section, body, block_size) if is_dflash2 else None,
+        windows=windows,
         own_embedding=whole or EMBEDDING in names,
         own_head=whole or HEAD in names,
         **_heads(raw, layout),
     )
 
 
-def _section(raw: Fields) -> Fields:
-    section = raw.get(SECTION) or {}
-    if not isinstance(section, dict) or set(section) - _KNOWN:
-        found = listing(set(section) - _KNOWN) if isinstance(section, dict) else repr(section)
+def _section(raw: Fields, is_dflash2: bool) -> Fields:
+    section, known = raw.get(SECTION) or {}, _KNOWN | (dflash2.KEYS if is_dflash2 else {"causal_head"})
+    if not isinstance(section, dict) or set(section) - known:
+        found = listing(set(section) - known) if isinstance(section, dict) else repr(section)
         raise CheckpointError(
-            f"{SECTION} has unknown {found}; expected an object of {listing(_KNOWN)}: choose another drafter."
+            f"{SECTION} has unknown {found}; expected an object of {listing(known)}: choose another drafter."
         )
     return section
 
@@ -86,7 +104,7 @@ def _body(raw: Fields, layout: str) -> LlamaConfig:
     if layout == "speculators":
         fields = raw.get(LAYER)
         if not isinstance(fields, dict):
-            raise CheckpointError(f"{LAYER} is {fields!r}; expected the fields of the drafter's layers: {_RESTORE}.")
+            raise CheckpointError(f"{LAYER} is {fields!r}; expected the fields of the drafter's layers: {RESTORE}.")
     if fields.get("model_type") not in ("llama", "qwen3"):
         raise CheckpointError(
             f"model_type of its layers is {fields.get('model_type')!r}; expected llama or qwen3: choose a drafter with "
@@ -109,15 +127,6 @@ def _num_layers(raw: Fields, num_layers: int | None) -> int | None:
     return said
 
 
-def _once(raw: Fields, section: Fields, key: str) -> int:
-    """Return a positive integer that is in config.json or in its section."""
-    found = {integer(place, key) for place in (raw, section) if place.get(key) is not None}
-    if len(found) != 1:
-        said = f"{raw.get(key)!r} in config.json and {section.get(key)!r} in its {SECTION}"
-        raise CheckpointError(f"{key} is {said if found else 'missing'}; expected one number: {_RESTORE}.")
-    return found.pop()
-
-
 def _mask_id(raw: Fields, section: Fields, body: LlamaConfig) -> int:
     found = {repr(place["mask_token_id"]) for place in (raw, section) if place.get("mask_token_id") is not None}
     value = raw.get("mask_token_id") if section.get("mask_token_id") is None else section["mask_token_id"]
@@ -125,7 +134,7 @@ def _mask_id(raw: Fields, section: Fields, body: LlamaConfig) -> int:
     if len(found) != 1 or not whole or not 0 <= cast(int, value) < body.vocab_size:
         said = " and ".join(sorted(found)) or "missing"
         raise CheckpointError(
-            f"mask_token_id is {said}; expected one of the target's tokens, 0 to {body.vocab_size - 1}: {_RESTORE}."
+            f"mask_token_id is {said}; expected one of the target's tokens, 0 to {body.vocab_size - 1}: {RESTORE}."
         )
     return cast(int, value)
 
@@ -142,13 +151,13 @@ def _features(raw: Fields, section: Fields, body: LlamaConfig, num_layers: int |
     if len(given) > 1:
         raise CheckpointError(
             f"{IDS} and {SHIFTED_IDS} name different states; the latter are layer outputs, so each must be one less: "
-            f"{_RESTORE}."
+            f"{RESTORE}."
         )
     features = given.pop() if given else _usual_features(body.num_hidden_layers, num_layers)
     if num_layers is not None and features[-1] > num_layers:
         raise CheckpointError(
             f"the drafter reads the output of layer {features[-1] - 1}, but its target has the layers 0 to "
-            f"{num_layers - 1}; {_RESTORE}, or use the drafter that was trained for this target."
+            f"{num_layers - 1}; {RESTORE}, or use the drafter that was trained for this target."
         )
     return features
 
@@ -183,19 +192,19 @@ def _heads(raw: Fields, layout: str) -> _Heads:
         return {}
     rank = raw.get("markov_rank")
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-        raise CheckpointError(f"markov_rank is {rank!r}; expected 0 or more: {_RESTORE}.")
+        raise CheckpointError(f"markov_rank is {rank!r}; expected 0 or more: {RESTORE}.")
     kind = raw.get("markov_head_type")
     if rank and kind not in get_args(MarkovKind):
         raise CheckpointError(
-            f"markov_head_type is {kind!r}; expected one of {', '.join(get_args(MarkovKind))}: {_RESTORE}."
+            f"markov_head_type is {kind!r}; expected one of {', '.join(get_args(MarkovKind))}: {RESTORE}."
         )
     if raw.get("enable_confidence_head") is None:
-        raise CheckpointError(f"enable_confidence_head is missing; expected true or false: {_RESTORE}.")
+        raise CheckpointError(f"enable_confidence_head is missing; expected true or false: {RESTORE}.")
     confidence: ConfidenceInputs | None = None
     if flag(raw, "enable_confidence_head"):
         confidence = "state and token" if flag(raw, "confidence_head_with_markov") else "state"
     if confidence == "state and token" and not rank:
         raise CheckpointError(
-            f"confidence_head_with_markov is true, but markov_rank is 0, so there is no Markov head: {_RESTORE}."
+            f"confidence_head_with_markov is true, but markov_rank is 0, so there is no Markov head: {RESTORE}."
         )
     return {"markov": MarkovConfig(cast(MarkovKind, kind), rank) if rank else None, "confidence": confidence}

@@ -6,13 +6,23 @@ from typing import cast
 
 from convert import config_json as llama_json
 from convert.errors import CheckpointError
+from convert.heads.block import dflash2
 from convert.heads.block.config import BlockConfig, BlockOrigin
-from convert.heads.block.parse_config import IDS, LAYER, SECTION, SHIFTED_IDS, parse
+from convert.heads.block.fields import SECTION
+from convert.heads.block.parse_config import IDS, LAYER, SHIFTED_IDS, parse
 from convert.json_fields import Fields
 from convert.json_file import Json
 
-# Each format's layout. JetSpec reads one more flag than DFlash.
-FORMATS = {"dflash": "dflash", "jetspec": "dflash", "deepspec": "deepspec", "speculators": "speculators"}
+# Each format's layout. JetSpec and DFlash2 read more fields than DFlash.
+FORMATS = {
+    "dflash": "dflash",
+    "jetspec": "dflash",
+    "dflash2": "dflash",
+    "deepspec": "deepspec",
+    "speculators": "speculators",
+}
+
+_SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": dflash2.ARCHITECTURE}
 
 
 def check_format(config: BlockConfig, format: str) -> None:
@@ -53,15 +63,30 @@ def _unread(config: BlockConfig, format: str) -> dict[str, bool]:
     """Return the features that readers of `format` lack, and whether the drafter uses each one."""
     causal, draft_vocab = config.causal, config.draft_vocab_size is not None
     extra = {"a Markov head": config.markov is not None, "a confidence head": config.confidence is not None}
+    windows, selects = {"sliding windows": any(config.windows)}, config.dflash2 is not None
     if format == "speculators":
-        return {"causal blocks": causal}
+        scaled = config.dflash2 is not None and dflash2.has_scales(config.dflash2)
+        others = selects and (draft_vocab or config.drafts_from_first or any(extra.values()))
+        return {
+            "causal blocks": causal,
+            "scales of embeddings or logits": scaled,
+            "a candidate selector beside other heads, a reduced vocabulary or drafts from the first row on": others,
+            **windows,
+        }
     if format == "deepspec":
         return {
+            "a candidate selector": selects,
+            **windows,
             "causal blocks": causal,
             "a reduced vocabulary": draft_vocab,
             "drafts from the second row on": not config.drafts_from_first,
             "the target's own embedding or output head": not (config.own_embedding and config.own_head),
         }
+    sizes = {size for size in config.windows if size is not None}
+    if format == "dflash2":
+        extra |= {"windows of different sizes": len(sizes) > 1, "blocks without a candidate selector": not selects}
+    else:
+        extra |= {"a candidate selector": selects, **windows}
     return extra | {
         "causal blocks": causal and format == "dflash",
         "a reduced vocabulary": draft_vocab,
@@ -102,8 +127,12 @@ def _fields(config: BlockConfig, format: str) -> Fields:
     body: Fields = {**llama_json.fields(config.body), "tie_word_embeddings": False}
     outputs: Json = [i - 1 for i in config.features]
     block: Fields = {"block_size": config.block_size}
-    if format in ("dflash", "jetspec"):
+    if format in ("dflash", "jetspec", "dflash2"):
         section: Fields = {SHIFTED_IDS: outputs, "mask_token_id": config.mask_id}
+        if config.dflash2 is not None:
+            section |= {**block, **dflash2.fields(config.dflash2, with_scales=True)}
+            names: Json = [dflash2.ARCHITECTURE]
+            return {**body, **dflash2.window_fields(config), "architectures": names, SECTION: section}
         if format == "jetspec":
             section["causal_head"] = config.causal
         return {**body, **block, "architectures": ["DFlashDraftModel"], SECTION: section}
@@ -112,9 +141,12 @@ def _fields(config: BlockConfig, format: str) -> Fields:
         ids: Fields = {SHIFTED_IDS: outputs, "mask_token_id": config.mask_id}
         return {**body, **block, **ids, **heads, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
     kind = "dflash" if config.markov is None and config.confidence is None else "dspark"
+    extra: Fields = {} if kind == "dflash" else heads
+    if config.dflash2 is not None:
+        kind, extra = "dflash2", dflash2.fields(config.dflash2, with_scales=False)
     method: Json = {"proposal_type": "greedy", "speculative_tokens": config.num_draft_tokens}
     return {
-        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
+        "architectures": [_SPECULATORS[kind]],
         "speculators_model_type": kind,
         **block,
         "draft_vocab_size": config.draft_vocab_size or config.body.vocab_size,
@@ -123,7 +155,7 @@ def _fields(config: BlockConfig, format: str) -> Fields:
         "mask_token_id": config.mask_id,
         "sliding_window_non_causal": False,
         "sample_from_anchor": config.drafts_from_first,
-        **({} if kind == "dflash" else heads),
+        **extra,
         LAYER: body,
         "speculators_config": {
             "algorithm": kind,

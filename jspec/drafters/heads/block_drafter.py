@@ -20,6 +20,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, insert_prefix
 from jspec.models.llama import Llama
+from jspec.models.quantize import quantized_copy
 
 
 @pytree
@@ -42,13 +43,16 @@ class _Drafting:
     Attributes:
         read: the state before the block.
         hidden: ``[B, K, E]``, the states of the rows that predict the draft tokens.
-        logits: ``float32[B, K, D]``, these rows' logits without the Markov head.
+        logits: ``float32[B, K, D]``, these rows' logits without any correction. With a candidate selector, they are
+            ``float32[B, K, C]``.
+        candidates: ``int32[B, K, C]``, the tokens of these logits; None without a candidate selector.
         markov: ``[B, S, r]``, the Markov head's states at the last level.
     """
 
     read: _Read
     hidden: Array
     logits: Array
+    candidates: Array | None
     markov: Array
 
 
@@ -57,8 +61,9 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     """A drafter that runs its layers once per draft (see `jspec.drafters.heads.block_module`).
 
     Without a Markov head, a draft token's distribution depends only on its depth, as in DFlash. With a Markov head, it
-    also depends on the draft tokens before it, at the cost of a product of small matrices per token, as in DSpark. Both
-    distributions are exactly known, so every acceptance rule applies, and `jspec.TreeDrafter` and
+    also depends on the draft tokens before it, at the cost of a product of small matrices per token, as in DSpark. With
+    a candidate selector, as in DFlash2, it depends on the draft token before it, and only a few tokens per depth can be
+    drafted. All these distributions are exactly known, so every acceptance rule applies, and `jspec.TreeDrafter` and
     `jspec.DynamicTreeDrafter` draft trees from a single block.
 
     Attributes:
@@ -86,6 +91,19 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         return cls(block_weights.load(path, target, dtype))
 
+    def quantize(self, kind: str = "int8") -> Self:
+        """Return a copy with quantised matrices, including embeddings and tables. See `jspec.quantize`.
+
+        Draft tokens are drawn from the quantised block's own distribution, so the output stays exact. Only a block that
+        is not quantised can be saved.
+
+        Raises:
+            ValueError: under the same conditions as `jspec.quantize`.
+        """
+        block = quantized_copy(self._block, kind, self._block.dtype)
+        block.quantized = kind
+        return type(self)(block)
+
     def save(self, path: str | Path, format: str = "speculators", own_head: bool = True) -> Path:
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
@@ -97,6 +115,7 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         Raises:
             convert.CheckpointError: programs that read this format would compute results that differ from the
                 drafter's, or `path` exists or cannot be written.
+            ValueError: the drafter is quantised.
         """
         return block_weights.save(self._block, path, format, own_head)
 
@@ -155,21 +174,24 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         tokens = jnp.pad(last, ((0, 0), (0, rows - 1)), constant_values=config.mask_id)
         hidden = block.forward(tokens, state.cache, context.lengths - 1, target)[:, first : first + depth]
         logits = block.logits(hidden, target)
-        read = _Read(state.cache, context.lengths)
-        if block.markov_head is None:
-            return block.spread(logits[:, :1])[:, 0], _Drafting(read, hidden, logits, hidden[:, :1, :0])
-        markov = block.markov_head.initial(len(last))
-        correction, markov = block.markov_head(markov, last, hidden[:, :1])
-        return block.spread(logits[:, :1] + correction)[:, 0], _Drafting(read, hidden, logits, markov)
+        candidates, selector, head = None, block.candidate_selector, block.markov_head
+        if selector is not None:
+            logits, candidates = selector.candidates(logits)
+        markov = hidden[:, :1, :0] if head is None else head.initial(len(last))
+        carry = _Drafting(_Read(state.cache, context.lengths), hidden, logits, candidates, markov)
+        logits, carry = self.extend(carry, last, Level(0), context)
+        return logits[:, 0], carry
 
     def extend(self, carry: _Drafting, tokens: Array, level: Level, context: Context) -> tuple[Array, _Drafting]:
-        block = self._block
-        logits, markov = at_depth(carry.logits, level, tokens), carry.markov
+        block, markov = self._block, carry.markov
+        logits, hidden = at_depth(carry.logits, level, tokens), at_depth(carry.hidden, level, tokens)
+        if block.candidate_selector is not None and carry.candidates is not None:
+            candidates = at_depth(carry.candidates, level, tokens)
+            logits = block.candidate_selector(logits, candidates, tokens, hidden)
         if block.markov_head is not None:
-            hidden = at_depth(carry.hidden, level, tokens)
             correction, markov = block.markov_head(level.of_parents(markov), tokens, hidden)
             logits = logits + correction
-        return block.spread(logits), _Drafting(carry.read, carry.hidden, carry.logits, markov)
+        return block.spread(logits), _Drafting(carry.read, carry.hidden, carry.logits, carry.candidates, markov)
 
     def end(self, carry: _Drafting) -> _Read:
         return carry.read

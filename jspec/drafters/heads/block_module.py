@@ -3,7 +3,8 @@
 The layers read a block of rows: the last token, and then mask tokens. The rows attend to each other, and to keys and
 values that each layer computes from the target's hidden states at the tokens before the block. These are cached; the
 block's own keys and values are not. The designs are DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), which adds a
-Markov head, and JetSpec (arXiv 2606.18394), whose rows attend only to earlier rows.
+Markov head, JetSpec (arXiv 2606.18394), whose rows attend only to earlier rows, and DFlash2
+(https://inco.ai/blog/dflash2), which adds convolutions and a candidate selector.
 """
 
 import itertools
@@ -16,6 +17,8 @@ from jax import Array
 from convert.heads.block.config import BlockConfig, BlockOrigin
 from jspec.core.tree import Branches
 from jspec.drafters.draft_vocabulary import spread_logits
+from jspec.drafters.heads.candidate_selector import CandidateSelector
+from jspec.drafters.heads.convolution import ConvolvedLayer
 from jspec.drafters.heads.markov import Markov
 from jspec.models.attention import AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
@@ -34,20 +37,27 @@ class Block(nnx.Module):
 
     Attributes:
         origin: a description of the files that the block was loaded from; None if it was not loaded.
+        quantized: the kind to which `jspec.BlockDrafter.quantize` quantised the matrices; None if it did not.
     """
 
     def __init__(self, config: BlockConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, body = config, config.body
         self.origin: BlockOrigin | None = None
+        self.quantized: str | None = None
         size, vocab = body.hidden_size, config.draft_vocab_size or body.vocab_size
         self.fc = Linear(len(config.features) * config.target_hidden_size, size, False, dtype, rngs)
         self.hidden_norm = RMSNorm(size, body.rms_norm_eps, dtype)
-        self.layers = nnx.List([DecoderLayer(body, dtype, rngs) for _ in range(body.num_hidden_layers)])
+        self.layers = nnx.List([_layer(config, dtype, rngs) for _ in range(body.num_hidden_layers)])
         self.norm = RMSNorm(size, body.rms_norm_eps, dtype)
         self.embed_tokens = Embed(body.vocab_size, size, dtype, rngs) if config.own_embedding else None
         self.lm_head = Embed(vocab, size, dtype, rngs) if config.own_head else None
         self.markov_head = (
             None if config.markov is None else Markov(config.markov, body.vocab_size, vocab, size, dtype, rngs=rngs)
+        )
+        self.candidate_selector = (
+            None
+            if config.dflash2 is None
+            else CandidateSelector(config.dflash2, body.vocab_size, size, dtype, rngs=rngs)
         )
         vector = 0 if config.markov is None or config.confidence == "state" else config.markov.rank
         self.confidence_head = None if config.confidence is None else Linear(size + vector, 1, True, dtype, rngs)
@@ -109,6 +119,7 @@ class Block(nnx.Module):
         """
         batch, rows = tokens.shape
         x = (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
+        x = x if self.config.dflash2 is None else x * self.config.dflash2.embedding_scale
         slots, tables = self._places(start, rows)
         whole = Branches(np.arange(rows), np.ones((rows, rows), bool))
         own, normed = self.new_cache(batch, rows), self.layers[0].input_layernorm(x)
@@ -116,13 +127,14 @@ class Block(nnx.Module):
         for i, (layer, following) in enumerate(itertools.zip_longest(layers, layers[1:])):
             past = cache.keys[i], cache.values[i], cache.rows, start
             branches = None if self.config.causal else whole
-            context = AttentionContext(own.keys[i], own.values[i], slots, tables, past, branches)
+            window = self.config.windows[i] if self.config.windows else None
+            context = AttentionContext(own.keys[i], own.values[i], slots, tables, past, branches, window=window)
             norm = self.norm if following is None else following.input_layernorm
             x, normed, _, _ = layer(x, normed, context, norm)
         return normed
 
     def logits(self, hidden: Array, target: Llama) -> Array:
-        """Return the logits ``float32[B, S, D]`` of the rows' states ``[B, S, E]``, without the Markov head."""
+        """Return the logits ``float32[B, S, D]`` of the rows' states ``[B, S, E]``, without any correction."""
         return (self.lm_head or target.head).logits(hidden if self.lm_head else hidden.astype(target.dtype))
 
     def spread(self, logits: Array) -> Array:
@@ -134,6 +146,10 @@ class Block(nnx.Module):
         slots = start[:, None] + jnp.arange(count)[None]
         body = self.config.body
         return slots, rope_tables(slots, body.rope, body.head_dim)
+
+
+def _layer(config: BlockConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
+    return DecoderLayer(config.body, dtype, rngs) if config.dflash2 is None else ConvolvedLayer(config, dtype, rngs)
 
 
 def check_target_of(config: BlockConfig, target: Llama) -> None:

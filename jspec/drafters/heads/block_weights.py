@@ -36,6 +36,8 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
 
 def save(block: Block, destination: str | Path, format: str, own_head: bool) -> Path:
     """Save a block. See `jspec.BlockDrafter.save`."""
+    if block.quantized is not None:
+        raise ValueError(f"The block drafter is {block.quantized} and cannot be saved; save it before it is quantised.")
     written = dataclasses.replace(block.config, own_head=own_head and block.config.own_head)
     arrays, draft_ids = arrays_of(block)
     if not written.own_head:
