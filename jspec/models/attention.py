@@ -17,7 +17,7 @@ from jspec.core.types import pytree
 from jspec.models.kernels import dispatch
 from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
-from jspec.models.layers import Linear, RMSNorm
+from jspec.models.layers import Linear, RMSNorm, rms_norm
 from jspec.models.products import einsum
 from jspec.models.rope import rotate
 
@@ -50,6 +50,16 @@ class AttentionContext:
     cache_rows: Array | None = None
 
 
+def whole_block(size: int) -> Branches:
+    """Return the structure of consecutive tokens that all attend to each other."""
+    return Branches(np.arange(size), np.ones((size, size), bool))
+
+
+def is_whole(branches: Branches) -> bool:
+    """Return whether `branches` is known to be a `whole_block` when the program is traced."""
+    return isinstance(branches.visible, np.ndarray) and branches.read == 0 and bool(branches.visible.all())
+
+
 class Attention(nnx.Module):
     """Grouped-query attention over a preallocated KV cache. The q, k and v projections share one matrix."""
 
@@ -73,11 +83,14 @@ class Attention(nnx.Module):
             The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
         """
         qkv = self.qkv_proj(x)
-        plain = context.past is None and context.branches is None and context.cache_rows is None
-        if plain and self.q_norm is None:  # the kernel supports none of these
-            inputs = qkv, context.tables, context.keys, context.values, context.slots
-            return dispatch.attention(_attend_projected, *inputs, self.sizes)
-        return _write_and_attend(*self.split(qkv), context)
+        branches, inputs = context.branches, (qkv, context.tables, context.keys, context.values, context.slots)
+        whole = branches is not None and is_whole(branches)
+        if context.past is not None or context.cache_rows is not None or not (branches is None or whole):
+            return _write_and_attend(*self.split(qkv), context)  # the kernel supports none of these
+        if self.q_norm is None or self.k_norm is None:
+            return dispatch.attention(_attend_projected, *inputs, self.sizes, causal=not whole)
+        norms = self.q_norm.weight[...], self.k_norm.weight[...]
+        return dispatch.attention(_attend_normed, *inputs, self.sizes, norms, causal=not whole, eps=self.q_norm.eps)
 
     def store(self, x: Array, context: AttentionContext) -> tuple[Array, Array]:
         """Write keys and values without attending. Return the updated keys and values.
@@ -103,11 +116,36 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
 
 
 def _attend_projected(
-    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    slots: Array,
+    sizes: tuple[int, int, int],
+    causal: bool = True,
 ) -> tuple[Array, Array, Array]:
     """Compute the same as `jspec.models.kernels.decode_attention.decode_attention`, for any shape and dtype."""
+    branches = None if causal else whole_block(slots.shape[1])
     q, k, v = _split(qkv, sizes)
-    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables))
+    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
+
+
+def _attend_normed(
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    slots: Array,
+    *norms: Array,
+    sizes: tuple[int, int, int],
+    eps: float,
+    causal: bool,
+) -> tuple[Array, Array, Array]:
+    """Compute the same as `_attend_projected` from queries and keys that are normed first."""
+    q, k, v = _split(qkv, sizes)
+    q, k = (rms_norm(part, weight, eps) for part, weight in zip((q, k), norms, strict=True))
+    branches = None if causal else whole_block(slots.shape[1])
+    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
 
 
 def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -> tuple[Array, Array, Array]:

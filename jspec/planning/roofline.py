@@ -10,7 +10,7 @@ from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 10, "float16": 18}, 14, 26
 # Additional kernels per layer: the fused kernels support neither query and key norms nor quantised matrices.
 KERNELS_OF = {
-    "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
+    "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 0, "attention_bias": 1, "mlp_bias": 1},
     "float16": {"int8": 0, "int4": 6, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
 }
 

@@ -18,7 +18,7 @@ from jspec.drafters.heads.base import at_depth
 from jspec.drafters.heads.block_module import Block, check_target_of
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
-from jspec.models.kv_cache import KVCache, insert_prefix
+from jspec.models.kv_cache import KVCache, insert_prefix, whole_tiles
 from jspec.models.llama import Llama
 
 
@@ -27,7 +27,7 @@ class _Read:
     """The target's states that the drafter has read.
 
     Attributes:
-        cache: slot i holds the keys and values of the state at position i.
+        cache: slot i holds the keys and values of the state at position i. Slots from the last token on hold anything.
         lengths: ``int32[B]``, the sequence lengths. The last token's state is not known yet.
     """
 
@@ -127,7 +127,8 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         check_target_of(block.config, target)
         narrow = block.new_cache(batch, tokens.shape[1])
         read = block.read(features, narrow, jnp.zeros(batch, jnp.int32), target)
-        return _Read(insert_prefix(block.new_cache(batch, num_slots), read), signals.known_lengths)
+        room = block.new_cache(batch, whole_tiles(num_slots + block.config.block_size))  # a block is written, too
+        return _Read(insert_prefix(room, read), signals.known_lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
         """Read the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
@@ -149,9 +150,10 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         rows = first + depth if config.causal else config.block_size
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens = jnp.pad(last, ((0, 0), (0, rows - 1)), constant_values=config.mask_id)
-        hidden = block.forward(tokens, state.cache, context.lengths - 1, target)[:, first : first + depth]
+        hidden, cache = block.forward(tokens, state.cache, context.lengths - 1, target)
+        hidden = hidden[:, first : first + depth]
         logits = block.logits(hidden, target)
-        read = _Read(state.cache, context.lengths)
+        read = _Read(cache, context.lengths)
         if block.markov_head is None:
             return block.spread(logits[:, :1])[:, 0], _Drafting(read, hidden, logits, hidden[:, :1, :0])
         markov = block.markov_head.initial(len(last))

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +56,24 @@ def attention(
     values: Array,
     positions: Array,
     sizes: tuple[int, int, int],
+    norms: tuple[Array, ...] = (),
+    *,
+    causal: bool = True,
+    eps: float | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`."""
+    """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`.
+
+    Args:
+        norms: the weights of the norms of queries and keys, if there are any. `eps` is their constant.
+        causal: see `decode_attention`.
+    """
     heads, groups, size = sizes
     rows = qkv.shape[1] * heads // groups
     small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
-    suits = small and qkv.dtype == keys.dtype == jnp.bfloat16
-    return _choose(_attention_p, suits, otherwise, (qkv, tables, keys, values, positions), sizes=sizes)
+    suits = small and all(array.dtype == jnp.bfloat16 for array in (qkv, keys, *norms))
+    options = {"causal": causal} if eps is None else {"causal": causal, "eps": eps}
+    inputs = qkv, tables, keys, values, positions, *norms
+    return _choose(_attention_p, suits, otherwise, inputs, sizes=sizes, **options)
 
 
 def project_add_norm(
@@ -134,11 +145,22 @@ def _elsewhere(*leaves: Array, otherwise: Callable[..., Results], tree: Hashable
     return otherwise(*jax.tree.unflatten(tree, leaves), **dict(options))
 
 
-def _attend_on_gpu(*arguments: PyTree, sizes: tuple[int, int, int]) -> tuple[Array, Array, Array]:
+def _attend_on_gpu(
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    positions: Array,
+    *norms: Array,
+    sizes: tuple[int, int, int],
+    **options: Any,
+) -> tuple[Array, Array, Array]:
     from jspec.models.kernels.decode_attention import decode_attention
 
     with jax.enable_x64(False):  # a kernel keeps the types that it was written for
-        return decode_attention(*arguments, sizes=sizes)
+        return decode_attention(
+            qkv, tables, keys, values, positions, sizes, cast("tuple[Array, Array]", norms) or None, **options
+        )
 
 
 def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
@@ -255,9 +277,9 @@ def _attended(
     sin: "ShapedArray",
     keys: "ShapedArray",
     values: "ShapedArray",
-    positions: "ShapedArray",
-    *,
+    *others: "ShapedArray",
     sizes: tuple[int, int, int],
+    **options: object,
 ) -> "tuple[ShapedArray, ...]":
     heads, _, size = sizes
     return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
