@@ -124,7 +124,7 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         block, batch = self._block, len(tokens)
         features, target = signals.states()
-        check_target_of(block.config, target)
+        check_target_of(block.config, target.config)
         narrow = block.new_cache(batch, tokens.shape[1])
         read = block.read(features, narrow, jnp.zeros(batch, jnp.int32), target)
         room = block.new_cache(batch, whole_tiles(num_slots + block.config.block_size))  # a block is written, too

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from convert.config import LlamaConfig
 from convert.heads.block.config import BlockConfig, BlockOrigin
 from jspec.drafters.draft_vocabulary import spread_logits
 from jspec.drafters.heads.markov import Markov
@@ -126,13 +127,13 @@ class Block(nnx.Module):
         return slots, rope_tables(slots, body.rope, body.head_dim)
 
 
-def check_target_of(config: BlockConfig, target: Llama) -> None:
+def check_target_of(config: BlockConfig, sizes: LlamaConfig) -> None:
     """Check that a block drafter was made for this target.
 
     Raises:
         ValueError: the sizes differ.
     """
-    sizes, body = target.config, config.body
+    body = config.body
     wants = [("hidden size", config.target_hidden_size, sizes.hidden_size)]
     wants.append(("vocabulary size", body.vocab_size, sizes.vocab_size))
     if not config.own_embedding or not config.own_head:

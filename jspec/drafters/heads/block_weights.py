@@ -20,7 +20,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
     found = block_files.read(source, None if target is None else target.config.num_hidden_layers)
     chosen = dtypes.parse(default_dtype() if dtype is None else dtype)
     if target is not None:
-        check_target_of(found.config, target)
+        check_target_of(found.config, target.config)
     block = nnx.eval_shape(lambda: Block(found.config, jnp.dtype(chosen), rngs=nnx.Rngs(0)))
     fill(block, found.arrays(chosen), found.draft_ids)
     # A dtype that was chosen here by default does not apply to saved files, which keep their own dtype.
