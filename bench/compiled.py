@@ -16,7 +16,7 @@ from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
 from jspec.core.devices import Device
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")

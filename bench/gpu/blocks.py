@@ -10,7 +10,7 @@ from bench.gpu.sizes import sizes
 from bench.gpu.weights import filled, random_model
 from bench.pairs import dspark, weight_bytes
 from bench.timing import spread
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 
 _PLAIN = "8B plain"
 _ACCEPTANCE = 0.925  # 6.2 tokens per round, as published for DSpark on GSM8K

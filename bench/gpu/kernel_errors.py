@@ -18,7 +18,7 @@ import numpy as np
 from bench.gpu import kernels
 from bench.gpu.record import Record
 from jspec.models.attention import _attend_normed, _attend_projected
-from jspec.models.kernels import HEAD_SIZES
+from jspec.models.kernels import HEAD_SIZES, AttentionForm
 from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
 from jspec.models.layers import _project_add_norm
@@ -90,9 +90,9 @@ def _attention(name: str, case: tuple, dtype: Any) -> _Case:
     """Return an attention case with spoiled slots that no query sees."""
     _, _, heads, groups, size, *_ = case
     sizes = heads, groups, size
-    forms = {"XLA": functools.partial(_attend_projected, sizes=sizes)}
+    forms = {"XLA": functools.partial(_attend_projected, form=sizes)}
     if dtype == jnp.bfloat16:
-        forms["kernel"] = functools.partial(decode_attention, sizes=sizes, interpret=_interpreted())
+        forms["kernel"] = functools.partial(decode_attention, form=sizes, interpret=_interpreted())
 
     def arrays() -> Sequence[Any]:
         qkv, tables, keys, values, positions, _ = kernels.attention_arguments(*case, dtype=dtype)
@@ -105,14 +105,14 @@ def _normed_block(name: str, case: tuple) -> _Case:
     """Return a case with normed queries and keys, whose new tokens all attend to each other."""
     _, _, heads, groups, size, *_ = case
     sizes, gammas = (heads, groups, size), np.random.default_rng(1).uniform(0.5, 2, (2, size))
-    norms = tuple(jnp.asarray(gamma, jnp.bfloat16) for gamma in gammas)
+    norms = jnp.asarray(gammas[0], jnp.bfloat16), jnp.asarray(gammas[1], jnp.bfloat16)
+    form = AttentionForm(*sizes, _EPS, causal=False)
 
     def xla(*arrays: Any) -> Any:
-        return _attend_normed(*arrays, *norms, sizes=sizes, eps=_EPS, causal=False)
+        return _attend_normed(*arrays, *norms, form=form)
 
     def kernel(*arrays: Any) -> Any:
-        options = {"norms": norms, "eps": _EPS, "causal": False}
-        return decode_attention(*arrays, sizes=sizes, **options, interpret=_interpreted())
+        return decode_attention(*arrays, form=form, norms=norms, interpret=_interpreted())
 
     def arrays() -> Sequence[Any]:
         qkv, tables, keys, values, positions, _ = kernels.attention_arguments(*case)

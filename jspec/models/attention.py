@@ -14,7 +14,7 @@ from jax import Array, lax
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
-from jspec.models.kernels import dispatch
+from jspec.models.kernels import AttentionForm, dispatch
 from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
 from jspec.models.layers import Linear, RMSNorm, rms_norm
@@ -88,9 +88,9 @@ class Attention(nnx.Module):
         if context.past is not None or context.cache_rows is not None or not (branches is None or whole):
             return _write_and_attend(*self.split(qkv), context)  # the kernel supports none of these
         if self.q_norm is None or self.k_norm is None:
-            return dispatch.attention(_attend_projected, *inputs, self.sizes, causal=not whole)
-        norms = self.q_norm.weight[...], self.k_norm.weight[...]
-        return dispatch.attention(_attend_normed, *inputs, self.sizes, norms, causal=not whole, eps=self.q_norm.eps)
+            return dispatch.attention(_attend_projected, *inputs, AttentionForm(*self.sizes, causal=not whole))
+        form = AttentionForm(*self.sizes, self.q_norm.eps, not whole)
+        return dispatch.attention(_attend_normed, *inputs, form, (self.q_norm.weight[...], self.k_norm.weight[...]))
 
     def store(self, x: Array, context: AttentionContext) -> tuple[Array, Array]:
         """Write keys and values without attending. Return the updated keys and values.
@@ -121,12 +121,12 @@ def _attend_projected(
     keys: Array,
     values: Array,
     slots: Array,
-    sizes: tuple[int, int, int],
-    causal: bool = True,
+    form: AttentionForm | tuple[int, int, int],
 ) -> tuple[Array, Array, Array]:
     """Compute the same as `jspec.models.kernels.decode_attention.decode_attention`, for any shape and dtype."""
-    branches = None if causal else whole_block(slots.shape[1])
-    q, k, v = _split(qkv, sizes)
+    form = AttentionForm.of(form)
+    branches = None if form.causal else whole_block(slots.shape[1])
+    q, k, v = _split(qkv, (form.heads, form.groups, form.size))
     return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
 
 
@@ -137,14 +137,12 @@ def _attend_normed(
     values: Array,
     slots: Array,
     *norms: Array,
-    sizes: tuple[int, int, int],
-    eps: float,
-    causal: bool,
+    form: AttentionForm,
 ) -> tuple[Array, Array, Array]:
     """Compute the same as `_attend_projected` from queries and keys that are normed first."""
-    q, k, v = _split(qkv, sizes)
-    q, k = (rms_norm(part, weight, eps) for part, weight in zip((q, k), norms, strict=True))
-    branches = None if causal else whole_block(slots.shape[1])
+    q, k, v = _split(qkv, (form.heads, form.groups, form.size))
+    q, k = (rms_norm(part, weight, form.eps) for part, weight in zip((q, k), norms, strict=True))
+    branches = None if form.causal else whole_block(slots.shape[1])
     return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
 
 

@@ -10,7 +10,7 @@ from convert.config import LlamaConfig
 from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.quantized_matrix import MAX_REDUCTION_ROWS, ROWS_AT_ONCE, group_size
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 
 _FLOAT32, _HEAD = 4, "lm_head.weight"
 _BITS = {"int8": 8, "int4": 4}

@@ -5,6 +5,7 @@ The predictions are computed from configurations and published specifications. N
 """
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,14 @@ from pathlib import Path
 from convert import dtypes
 from convert.config import LlamaConfig, read_config
 from convert.heads.block import files as block_files
-from convert.heads.block.config import BlockConfig
+from convert.heads.block.config import BlockConfig, check_target_of
 from convert.source import resolve_config
 from jspec import theory
 from jspec.core.devices import Device, find
 from jspec.core.types import check_counts, same_but_for_padding
-from jspec.drafters.heads.block_module import check_target_of
 from jspec.models.llama import Llama
 from jspec.models.quantize import check_kind
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Footprint, Weights
 from jspec.planning.roofline import Load
 
@@ -110,8 +110,7 @@ def plan(
     excluding attention products.
 
     A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
-    rows. It yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023. A block drafter
-    (`jspec.BlockDrafter`) reads its layers and its output head once per round, and its Markov head once per token.
+    rows. It yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
 
     Real devices do not reach their published bandwidth, in plain decoding or drafting, so the speedup is more reliable
     than the times. Use `jspec.tune` to measure.
@@ -119,7 +118,7 @@ def plan(
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
             configuration is read or downloaded. A model's quantised matrices and reduced head count as such. `draft`
-            may be a block drafter's configuration, or the source of one.
+            may also be a block drafter.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
         batch: the number of sequences decoded at once.
@@ -130,35 +129,26 @@ def plan(
         quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
 
     Raises:
-        ValueError: an argument is out of range, the vocabularies differ, the models have too few positions, the block
-            drafter was made for a target with other sizes, or no device with that name is known or present.
+        ValueError: an argument is out of range, the models do not fit together or have too few positions, or no device
+            with that name is known or present.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
-    if quantize is not None:
-        check_kind(quantize)
     target_weights = _weights(target, found)
-    draft_weights = _block(draft, target_weights) or _weights(draft, found)
-    if isinstance(draft_weights, BlockWeights):
-        if quantize is not None:
-            raise ValueError(f"quantize={quantize!r} applies to draft models, not to block drafters; leave it out.")
-        check_target_of(draft_weights.config, target_weights.config)
+    draft_weights = _of_draft(draft, target_weights, found, quantize)
     limit = _check_models(target_weights.config, _layers(draft_weights))
     length = min(_LENGTH, limit) if length is None else length
-    prompt = max(length // 2, 1) if prompt is None else prompt
-    _check(batch, length, prompt, limit, acceptance)
+    load = Load(found, batch, length, max(length // 2, 1) if prompt is None else prompt)
+    _check(batch, length, load.prompt, limit, acceptance)
     _check_length(num_draft_tokens, _most(draft_weights))
-    load, chosen, int8 = Load(found, batch, length, prompt), draft_weights, None
-    if isinstance(draft_weights, Weights):
-        light = dataclasses.replace(draft_weights, quantized="int8")
-        chosen = dataclasses.replace(draft_weights, quantized=quantize or draft_weights.quantized)
-        int8 = _drafting(load, target_weights, light, acceptance, num_draft_tokens)
-    given = _drafting(load, target_weights, chosen, acceptance, num_draft_tokens)
+    light = dataclasses.replace(draft_weights, quantized="int8") if isinstance(draft_weights, Weights) else None
+    predict = functools.partial(_drafting, load, target_weights, acceptance=acceptance, wanted=num_draft_tokens)
+    given, int8 = predict(draft_weights), None if light is None else predict(light)
     plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
 
     def fits(**changes: int) -> bool:
-        return dataclasses.replace(load, **changes).fits(k, target_weights, chosen)
+        return dataclasses.replace(load, **changes).fits(k, target_weights, draft_weights)
 
     return Plan(
         verdict=_verdict(plain_fits, given, int8),
@@ -169,9 +159,9 @@ def plan(
         plain_fits=plain_fits,
         draft=given,
         int8=int8,
-        block=chosen.all_parts(batch, length, k) if isinstance(chosen, BlockWeights) else {},
+        block=_parts(draft_weights, load, k),
         largest_batch=_largest(lambda batch: fits(batch=batch), 1 << 20),
-        largest_length=_largest(lambda length: fits(length=length, prompt=min(prompt, length)), limit),
+        largest_length=_largest(lambda length: fits(length=length, prompt=min(load.prompt, length)), limit),
     )
 
 
@@ -182,6 +172,10 @@ def _most(draft: Weights | BlockWeights) -> int:
 
 def _layers(draft: Weights | BlockWeights) -> LlamaConfig:
     return draft.config.body if isinstance(draft, BlockWeights) else draft.config
+
+
+def _parts(draft: Weights | BlockWeights, load: Load, k: int) -> dict[str, int]:
+    return draft.all_parts(load.batch, load.length, k) if isinstance(draft, BlockWeights) else {}
 
 
 def _drafting(
@@ -218,11 +212,24 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _block(source: object, target: Weights) -> BlockWeights | None:
-    """Return a block drafter's weights; None if `source` is not the configuration or the source of one."""
+def _of_draft(source: object, target: Weights, device: Device, quantize: str | None) -> Weights | BlockWeights:
+    """Return the weights of a draft model or a block drafter, quantised to `quantize`.
+
+    Raises:
+        ValueError: a block drafter is to be quantised, or was made for a target with other sizes.
+    """
+    if quantize is not None:
+        check_kind(quantize)
+    block = source
     if isinstance(source, str | Path):
-        source = block_files.read_config(source, target.config.num_hidden_layers)
-    return BlockWeights(source, target.itemsize) if isinstance(source, BlockConfig) else None
+        block = block_files.read_config(source, target.config.num_hidden_layers)
+    if not isinstance(block, BlockConfig):
+        weights = _weights(source, device)
+        return dataclasses.replace(weights, quantized=quantize or weights.quantized)
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r} applies to draft models, not to block drafters; leave it out.")
+    check_target_of(block, target.config)
+    return BlockWeights(block, target.itemsize)
 
 
 def _weights(source: object, device: Device) -> Weights:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jspec.core.devices import Device
-from jspec.planning.block import BlockWeights, draft_seconds
+from jspec.planning.block_costs import BlockWeights, draft_seconds
 from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 
 # The number of kernels that a GPU launches, as counted by `python -m bench compiled` for an H100 and a T4: per layer in

@@ -19,7 +19,7 @@ from jspec.engine.program_table import function_and_inputs
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes, Variant
 from jspec.planning import roofline
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Weights, footprint, slots_of
 from jspec.training import fit, kinds
 from support import cover

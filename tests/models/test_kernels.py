@@ -24,6 +24,7 @@ from bench.gpu.kernels import (
 )
 from jspec.models import load as weights
 from jspec.models.attention import _attend_normed, _attend_projected
+from jspec.models.kernels import AttentionForm
 from jspec.models.kernels import dispatch as choice
 from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
@@ -67,10 +68,10 @@ def test_attention_kernel_with_head_norms_matches_xla(name, causal, report):
     """Queries and keys are normed before they are rotated; the new tokens attend to all of them or to earlier ones."""
     *arguments, sizes = attention_arguments(*CASES[name])
     norms = tuple(jnp.asarray(np.random.default_rng(i).uniform(0.5, 2, sizes[2]), jnp.bfloat16) for i in (1, 2))
-    options = {"eps": 1e-2, "causal": causal}  # a constant that matters
-    kernel = functools.partial(decode_attention, sizes=sizes, norms=norms, **options, interpret=True)
+    form = AttentionForm(*sizes, 1e-2, causal)  # a constant that matters
+    kernel = functools.partial(decode_attention, form=form, norms=norms, interpret=True)
     mixed, keys, values = jax.jit(kernel)(*arguments)
-    xla = functools.partial(_attend_normed, sizes=sizes, **options)
+    xla = functools.partial(_attend_normed, form=form)
     expected = jax.jit(xla)(*arguments, *norms)
     # A key is the difference of two rounded numbers, which XLA may leave unrounded.
     np.testing.assert_allclose(np.float32(keys), np.float32(expected[1]), rtol=2**-7, atol=2**-5)
@@ -246,8 +247,7 @@ def test_attention_kernel_is_used_only_where_supported():
 def test_attention_kernel_supports_head_norms_in_its_own_dtype(dtype):
     def program(*arguments):
         *others, gamma = arguments
-        options = {"eps": 1e-6, "causal": True}
-        return choice.attention(_attend_normed, *others, (6, 2, 64), (gamma, gamma), **options)
+        return choice.attention(_attend_normed, *others, AttentionForm(6, 2, 64, 1e-6), (gamma, gamma))
 
     assert _has_kernel(program, [*_shapes(), jax.ShapeDtypeStruct((64,), dtype)]) == (dtype == jnp.bfloat16)
 

@@ -20,7 +20,7 @@ from convert.heads.block.config import MarkovConfig
 from jspec.core import devices
 from jspec.planning import plan as planning
 from jspec.planning import roofline
-from jspec.planning.block import BlockWeights
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Weights
 from support import blocks, toys
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from convert.heads.block.config import check_target_of
 from jspec.acceptance.path import at_path
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
@@ -15,7 +16,7 @@ from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import where_read
 from jspec.drafters.heads import block_weights
 from jspec.drafters.heads.base import at_depth
-from jspec.drafters.heads.block_module import Block, check_target_of
+from jspec.drafters.heads.block_module import Block
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, insert_prefix, whole_tiles

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.heads.block import files as block_files
-from jspec.drafters.heads.block_module import Block, check_target_of
+from convert.heads.block.config import check_target_of
+from jspec.drafters.heads.block_module import Block
 from jspec.drafters.heads.module_arrays import arrays_of, fill
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jspec.models.kernels import MAX_TOKENS, Ref
+from jspec.models.kernels import MAX_TOKENS, AttentionForm, Ref
 
 _BLOCK = 8192  # elements in a block of keys or of values; three blocks of each fit into an L4's shared memory
 # The number of slots per share that makes up for the launch that combines the shares (`python -m bench gpu --step
@@ -38,11 +38,9 @@ def decode_attention(
     keys: Array,
     values: Array,
     positions: Array,
-    sizes: tuple[int, int, int],
+    form: AttentionForm | tuple[int, int, int],
     norms: tuple[Array, Array] | None = None,
     *,
-    eps: float = 0.0,
-    causal: bool = True,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Write this pass's keys and values, then attend. The KV cache is updated in place.
@@ -55,19 +53,19 @@ def decode_attention(
         keys: ``[B, G, D, T]``.
         values: ``[B, G, T, D]``. Slots that no query sees may hold anything.
         positions: ``int32[B, S]``, consecutive in each row. S is at most 16.
-        sizes: H, G and D. D is 64 or 128, and ``R H / G`` is at most 64.
+        form: the sizes, and what the new tokens attend to.
         norms: the weights ``[D]`` of the norms of each head's queries and keys, if they are normed before they are
-            rotated (Qwen3). `eps` is the norms' constant.
-        causal: whether each new token attends only to itself and the tokens before it, instead of to all new tokens.
+            rotated (Qwen3).
         interpret: whether to interpret the kernel, which is slow but runs on any platform.
 
     Returns:
         ``[B, R, H D]``, in which rows beyond S are arbitrary, and the updated keys and values.
     """
-    heads, groups, size = sizes
+    form = AttentionForm.of(form)
+    heads, groups, size, *_ = form
     batch, rows, _ = qkv.shape
     shares, gammas = _num_shares(batch * groups, keys.shape[3]), () if norms is None else ("gamma", "gamma")
-    spec = _specs(positions.shape[1], rows, sizes, keys.shape[3])
+    spec = _specs(positions.shape[1], rows, (heads, groups, size), keys.shape[3])
 
     def like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
@@ -80,7 +78,7 @@ def decode_attention(
     if shares > 1:
         results += [like((shares, batch, rows, heads), jnp.float32)] * 2
     keys, values, mixed, *weights = pl.pallas_call(
-        functools.partial(_kernel, form=_Form(*sizes, shares, eps, causal)),
+        functools.partial(_kernel, form=form, shares=shares),
         grid=(batch, groups, shares),
         in_specs=[spec[name] for name in ("positions", "table", "table", "qkv", "keys", "values", *gammas)],
         out_specs=[spec["keys"], spec["values"], spec["sums"], spec["weights"], spec["weights"]][: len(results)],
@@ -124,17 +122,6 @@ def _combine(sums: Array, highest: Array, weights: Array) -> Array:
     return total / weight[..., None]
 
 
-class _Form(NamedTuple):
-    """The kernel's constants. See `decode_attention`."""
-
-    heads: int
-    groups: int
-    size: int
-    shares: int
-    eps: float
-    causal: bool
-
-
 class _Sums(NamedTuple):
     """Running sums over the tiles, per query row: weights times values, the highest score, and the sum of weights."""
 
@@ -151,10 +138,11 @@ def _kernel(
     keys_ref: Ref,
     values_ref: Ref,
     *rest: Ref,
-    form: _Form,
+    form: AttentionForm,
+    shares: int,
 ) -> None:
     """Run one program on the array parts that `_specs` assigns to it. The results are the last of `rest`."""
-    heads, groups, size, shares, eps, causal = form
+    heads, groups, size, eps, causal = form
     gammas, results = rest[: -(5 if shares > 1 else 3)], rest[-(5 if shares > 1 else 3) :]
     new_keys_ref, new_values_ref, sums_ref, *weight_refs = results
     q_norm, k_norm = (_Norm(gamma, eps) for gamma in gammas) if gammas else (None, None)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
-from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS
+from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS, AttentionForm
 from jspec.models.kernels.cpu import log_sum_exp as cpu_log_sum_exp
 from jspec.models.kernels.cpu import masked_attention as cpu_attention
 from jspec.models.kernels.cpu import native, product
@@ -55,25 +55,21 @@ def attention(
     keys: Array,
     values: Array,
     positions: Array,
-    sizes: tuple[int, int, int],
+    form: AttentionForm | tuple[int, int, int],
     norms: tuple[Array, ...] = (),
-    *,
-    causal: bool = True,
-    eps: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`.
 
     Args:
-        norms: the weights of the norms of queries and keys, if there are any. `eps` is their constant.
-        causal: see `decode_attention`.
+        norms: the weights of the norms of queries and keys, if there are any.
     """
-    heads, groups, size = sizes
+    form = AttentionForm.of(form)
+    heads, groups, size, *_ = form
     rows = qkv.shape[1] * heads // groups
     small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
     suits = small and all(array.dtype == jnp.bfloat16 for array in (qkv, keys, *norms))
-    options = {"causal": causal} if eps is None else {"causal": causal, "eps": eps}
     inputs = qkv, tables, keys, values, positions, *norms
-    return _choose(_attention_p, suits, otherwise, inputs, sizes=sizes, **options)
+    return _choose(_attention_p, suits, otherwise, inputs, form=form)
 
 
 def project_add_norm(
@@ -152,15 +148,12 @@ def _attend_on_gpu(
     values: Array,
     positions: Array,
     *norms: Array,
-    sizes: tuple[int, int, int],
-    **options: Any,
+    form: AttentionForm,
 ) -> tuple[Array, Array, Array]:
     from jspec.models.kernels.decode_attention import decode_attention
 
     with jax.enable_x64(False):  # a kernel keeps the types that it was written for
-        return decode_attention(
-            qkv, tables, keys, values, positions, sizes, cast("tuple[Array, Array]", norms) or None, **options
-        )
+        return decode_attention(qkv, tables, keys, values, positions, form, cast("tuple[Array, Array]", norms) or None)
 
 
 def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
@@ -278,11 +271,9 @@ def _attended(
     keys: "ShapedArray",
     values: "ShapedArray",
     *others: "ShapedArray",
-    sizes: tuple[int, int, int],
-    **options: object,
+    form: AttentionForm,
 ) -> "tuple[ShapedArray, ...]":
-    heads, _, size = sizes
-    return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
+    return qkv.update(shape=(*qkv.shape[:2], form.heads * form.size)), keys, values
 
 
 def _normed(
