@@ -146,10 +146,7 @@ def plan(
     predict = functools.partial(_drafting, load, target_weights, acceptance=acceptance, wanted=num_draft_tokens)
     given, int8 = predict(draft_weights), None if light is None else predict(light)
     plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
-
-    def fits(**changes: int) -> bool:
-        return dataclasses.replace(load, **changes).fits(k, target_weights, draft_weights)
-
+    fits = functools.partial(_fits, load, k, target_weights, draft_weights)
     return Plan(
         verdict=_verdict(plain_fits, given, int8),
         **vars(load),
@@ -172,6 +169,10 @@ def _most(draft: Weights | BlockWeights) -> int:
 
 def _layers(draft: Weights | BlockWeights) -> LlamaConfig:
     return draft.config.body if isinstance(draft, BlockWeights) else draft.config
+
+
+def _fits(load: Load, k: int, target: Weights, draft: Weights | BlockWeights, **changes: int) -> bool:
+    return dataclasses.replace(load, **changes).fits(k, target, draft)
 
 
 def _parts(draft: Weights | BlockWeights, load: Load, k: int) -> dict[str, int]:
