@@ -185,9 +185,9 @@ def identity(batch: Batch = 8, new_tokens: NewTokens = 256) -> None:
 @app.command()
 def compiled(
     device: Annotated[str, typer.Option("--device", help="h200, h100, a100, l4, t4, v5e or v6e; it may be absent.")],
-    pair: Annotated[str, typer.Option("--pair", help="109m, or two Llama shapes as TARGET/DRAFT, as in roofline.")] = (
-        "llama-3.2-3b/llama-3.2-1b"
-    ),
+    pair: Annotated[
+        str, typer.Option("--pair", help="109m, two Llama shapes as TARGET/DRAFT, as in roofline, or TARGET/dspark.")
+    ] = ("llama-3.2-3b/llama-3.2-1b"),
     batch: Batch = 1,
     k: Length = 4,
     width: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 128,

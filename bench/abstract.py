@@ -14,9 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jspec
 from bench import pairs
 from convert.config import LlamaConfig
+from convert.heads.block.config import BlockConfig
 from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
 from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.heads.block_module import Block
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN
 from jspec.models.llama import matrices, set_parts
@@ -80,15 +82,29 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
         return pairs.SHAPES[first], pairs.SHAPES[second]
     raise ValueError(
         f"There is no pair {pair!r} of shapes; choose from {', '.join(pairs.STRETCHED)}, or write TARGET/DRAFT "
-        f"with two of {', '.join(pairs.SHAPES)}, and append :int8 or :int4 to a shape to quantise that model."
+        f"with two of {', '.join(pairs.SHAPES)}, and append :int8 or :int4 to a shape to quantise that model; "
+        f"DRAFT may also be {pairs.DSPARK}."
     )
 
 
-def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama]:
-    """Return ``(target, draft)`` as shapes, for a name that `configs` accepts. `changes` apply to both configs."""
-    target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
+def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama | jspec.BlockDrafter]:
+    """Return ``(target, draft)`` as shapes, for a name that `configs` accepts, or for "TARGET/dspark".
+
+    `changes` apply to both configs.
+    """
     target_kind, draft_kind = pairs.quantization_kinds(name)
+    first, _, second = name.partition("/")
+    if second == pairs.DSPARK:
+        target = dataclasses.replace(pairs.SHAPES[pairs.without_kinds(first)], **changes)
+        drafter = block_drafter(pairs.dspark(target, changes.get("num_hidden_layers", 5)), dtype)
+        return model(target, dtype, target_kind), drafter
+    target, draft = (dataclasses.replace(config, **changes) for config in configs(name))
     return model(target, dtype, target_kind), model(draft, dtype, draft_kind)
+
+
+def block_drafter(config: BlockConfig, dtype: Any) -> jspec.BlockDrafter:
+    """Return a block drafter that consists of shapes only."""
+    return jspec.BlockDrafter(nnx.eval_shape(lambda: Block(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))))
 
 
 def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = None) -> Any:

@@ -16,6 +16,7 @@ from bench.hlo import Instruction, Module, array_bytes
 from bench.report import publish
 from bench.traffic import flops, traffic
 from jspec.core.devices import Device
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Weights, slots_of
 
 PARTS = ("prefill", "draft", "verify", "accept", "commit")
@@ -228,10 +229,12 @@ def run(name: str, pair: str, setting: abstract.Setting, count: int, folder: Pat
     )
 
 
-def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.Setting, count: int) -> None:
+def check_fits(
+    device: Device, models: Sequence[jspec.Llama | jspec.BlockDrafter], setting: abstract.Setting, count: int
+) -> None:
     """Raise ValueError if the weights and caches alone exceed the memory of `count` devices."""
     slots, memory = slots_of(setting.width + setting.new_tokens, 0), device.memory / 1e9
-    held = [Weights(one.config, one.dtype.itemsize, one.quantized) for one in models]
+    held = [_weights(one) for one in models]
     weights = sum(one.bytes for one in held) / 1e9
     caches = sum(one.cache_bytes(setting.batch, slots) for one in held) / 1e9
     if weights + caches > count * memory:
@@ -239,6 +242,12 @@ def check_fits(device: Device, models: Sequence[jspec.Llama], setting: abstract.
             f"{weights:.1f} GB of weights and {caches:.1f} GB of caches do not fit on {count} x "
             f"{device.title} of {memory:.1f} GB; pass --devices, or use a smaller pair or batch."
         )
+
+
+def _weights(model: jspec.Llama | jspec.BlockDrafter) -> Weights | BlockWeights:
+    if isinstance(model, jspec.BlockDrafter):
+        return BlockWeights(model.block.config, model.block.dtype.itemsize)
+    return Weights(model.config, model.dtype.itemsize, model.quantized)
 
 
 def _facts(title: str, program: Program) -> str:

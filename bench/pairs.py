@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jspec
 from convert.config import LlamaConfig, RopeConfig
+from convert.heads.block.config import BlockConfig, MarkovConfig
 
 
 def llama(
@@ -62,6 +64,27 @@ SHAPES = {
     ),
     "llama-3.3-70b": llama(vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, groups=8, size=128, tied=False),
 }
+
+
+def dspark(target: LlamaConfig, num_layers: int = 5) -> BlockConfig:
+    """Return the configuration of DSpark's drafters (deepseek-ai/DeepSpec, `config/dspark`) for `target`."""
+    return BlockConfig(
+        body=dataclasses.replace(target, num_hidden_layers=num_layers, tie_word_embeddings=False, qk_norm=True),
+        target_hidden_size=target.hidden_size,
+        features=tuple(
+            round(max(0, min(i, target.num_hidden_layers))) for i in np.linspace(2, target.num_hidden_layers - 2, 5)
+        ),
+        block_size=7,
+        mask_id=target.vocab_size - 1,
+        drafts_from_first=True,
+        markov=MarkovConfig("vanilla", 256),
+        confidence="state and token",
+        own_embedding=True,
+        own_head=True,
+    )
+
+
+DSPARK = "dspark"  # the draft in a pair's name
 STRETCHED = {"109m": Stretched(SHAPES["109m"], 2, 0.06)}
 # The final norm is scaled by this factor, which makes the distributions about as peaked as a trained model's.
 _PEAK = 6.0

@@ -84,6 +84,16 @@ def exact_attention(
     return mixed.reshape(batch, heads, tokens, size).swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
+def exact_head_norm(qkv: Any, norms: tuple[Any, Any], sizes: tuple[int, int, int], eps: float) -> np.ndarray:
+    """Return `qkv` with the norms of each head's queries and keys applied, rounded where `RMSNorm` rounds."""
+    heads, groups, size = sizes
+    parts = np.array(qkv).reshape(*qkv.shape[:2], -1, size)
+    for gamma, begin, end in ((norms[0], 0, heads), (norms[1], heads, heads + groups)):
+        scaled = exact_norm(parts[:, :, begin:end], np.ones(size), eps).astype(parts.dtype)
+        parts[:, :, begin:end] = scaled.astype(np.float64) * np.asarray(gamma, np.float64)
+    return parts.reshape(qkv.shape)
+
+
 def norm_arguments(
     batch: int, tokens: int, inner: int, size: int, seed: int = 0, dtype: Any = jnp.bfloat16
 ) -> tuple[Array, ...]:

@@ -58,10 +58,12 @@ def plain(name: str, target: jspec.Llama, sizes: Sizes, batch: int = 1) -> Case:
     return Case(name, target, None, Setting(batch, sizes.width, sizes.new_tokens, 0))
 
 
-def speculative(name: str, target: jspec.Llama, draft: Any, k: int, sizes: Sizes, batch: int = 1) -> Case:
-    """Return the case of speculative decoding that accepts each of `k` draft tokens with probability `ACCEPTANCE`."""
-    setting = Setting(batch, sizes.width, sizes.new_tokens, k, Synthetic((ACCEPTANCE,)))
-    return Case(name, target, draft, setting, float(theory.expected_tokens(ACCEPTANCE, k)))
+def speculative(
+    name: str, target: jspec.Llama, draft: Any, k: int, sizes: Sizes, batch: int = 1, acceptance: float = ACCEPTANCE
+) -> Case:
+    """Return the case of speculative decoding that accepts each of `k` draft tokens with probability `acceptance`."""
+    setting = Setting(batch, sizes.width, sizes.new_tokens, k, Synthetic((acceptance,)))
+    return Case(name, target, draft, setting, float(theory.expected_tokens(acceptance, k)))
 
 
 class Program:

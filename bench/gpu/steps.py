@@ -35,6 +35,7 @@ STEPS = (
     Step("settings", "bench.gpu.settings", 65.0),
     Step("checks", "bench.gpu.checks", 20.0, _SHARED),
     Step("products", "bench.gpu.products", 75.0, on_request=True),
+    Step("blocks", "bench.gpu.blocks", 75.0, on_request=True),
     Step("constants", "bench.gpu.constants", 75.0, on_request=True),
 )
 

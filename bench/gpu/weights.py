@@ -21,7 +21,12 @@ _CODE_STD = {"int8": 73.9, "int4": 4.61}  # standard deviations of uniform codes
 
 def random_model(config: LlamaConfig, dtype: Any, seed: int, quantized: str | None = None) -> jspec.Llama:
     """Return a model with normally distributed matrices, or uniformly distributed codes. Norm weights are 1."""
-    leaves, form = jax.tree_util.tree_flatten_with_path(abstract.model(config, dtype, quantized))
+    return filled(abstract.model(config, dtype, quantized), seed, quantized)
+
+
+def filled(shapes: Any, seed: int, quantized: str | None = None) -> Any:
+    """Return a pytree of shapes with random arrays in their place, as in `random_model`."""
+    leaves, form = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     arrays = [
         _array(key, leaf.shape, leaf.dtype, quantized if "scales" in str(path) else None)

@@ -20,7 +20,9 @@ def plan(
             help="Path, model name, Hugging Face repo id or org/repo:file.gguf [default: the bundled target].",
         ),
     ] = None,
-    draft: Annotated[str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer.")] = None,
+    draft: Annotated[
+        str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer, or a block drafter.")
+    ] = None,
     device: Annotated[str | None, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
     batch: Annotated[int, option("--batch", "N", "Number of sequences.", min=1)] = 1,
     length: Annotated[
@@ -49,9 +51,10 @@ def plan(
     if target and not draft:
         raise UsageError("TARGET needs DRAFT: a smaller model with the same tokenizer.")
     where = sources(target, draft)
-    if not is_model(where.draft) or head_kind(where.draft) or where.looks_up:
+    if not is_model(where.draft) or head_kind(where.draft) not in (None, "block") or where.looks_up:
         raise UsageError(
-            f"DRAFT {draft} is not a model, and jspec plan supports only models; measure this draft with jspec tune."
+            f"DRAFT {draft} is not a model, and jspec plan supports only models and block drafters; measure this draft "
+            "with jspec tune."
         )
     with status_line() as set_status:
         from rich.console import Console
@@ -70,5 +73,6 @@ def plan(
     if found.verdict == NO_ROOM:
         raise ValueError(advice)
     if not as_json:
-        tables = report.memory_table(found), report.plan_table(found)
+        parts = [report.block_line(found), ""] if found.block else []
+        tables = report.memory_table(found), *parts, report.plan_table(found)
         Console(highlight=False).print(*tables, advice, sep="\n", soft_wrap=True)

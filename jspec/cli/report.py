@@ -184,6 +184,11 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
+def block_line(plan: Plan) -> str:
+    """Return one line with the size of each part of a block drafter, in MB."""
+    return "MB of the block drafter: " + ", ".join(f"{name} {size / 1e6:.0f}" for name, size in plan.block.items())
+
+
 def plan_table(plan: Plan) -> Table:
     """Return a table of the predicted cost, yield and speed for plain decoding and every K, with each draft."""
     notes = ["predicted, not measured; tokens/s of each text"]
@@ -208,6 +213,8 @@ def plan_table(plan: Plan) -> Table:
 
 def _drafts(plan: Plan) -> dict[str, Drafting]:
     """Return the drafts to compare: the draft as given and in int8, or only the int8 draft if both are the same."""
+    if plan.int8 is None:
+        return {"block drafter": plan.draft}
     return ({} if plan.int8 == plan.draft else {"draft": plan.draft}) | {"int8 draft": plan.int8}
 
 
@@ -228,7 +235,7 @@ def plan_advice(plan: Plan) -> str:
     draft, int8 = plan.draft, plan.int8
     if plan.verdict == NO_ROOM:
         return _no_room(plan)
-    if plan.verdict == QUANTIZE:
+    if plan.verdict == QUANTIZE and int8 is not None:
         as_given = f"compared with {draft.speedup:.2f}x as given" if draft.best else "but as given it does not pay off"
         return (
             f"quantise the draft: in int8, with num_draft_tokens={int8.num_draft_tokens}, it would run at "
@@ -247,7 +254,7 @@ def _no_room(plan: Plan) -> str:
     options = {
         f"a batch of {plan.largest_batch}": plan.largest_batch,
         f"a length of {plan.largest_length}": plan.largest_length,
-        "a draft in int8": plan.int8.fits and not plan.draft.fits,
+        "a draft in int8": plan.int8 is not None and plan.int8.fits and not plan.draft.fits,
         "decoding without a draft": plan.plain_fits,
     }
     fitting = [name for name, fits in options.items() if fits]

@@ -14,10 +14,10 @@ from jax import Array, lax
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
-from jspec.models.kernels import dispatch
+from jspec.models.kernels import AttentionForm, dispatch
 from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
-from jspec.models.layers import Linear, RMSNorm
+from jspec.models.layers import Linear, RMSNorm, rms_norm
 from jspec.models.products import einsum
 from jspec.models.rope import rotate
 
@@ -39,8 +39,7 @@ class AttentionContext:
             and ``int32[B]``, the number of its slots in use.
         branches: the tree structure of the tokens, if they are not a simple sequence.
         cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
-        window: the number of positions up to a token's own that it attends to; None for all. It applies to `past`,
-            because a pass has fewer tokens.
+        window: the number of positions up to a token's own that it attends to; None for all. `past` has no window.
     """
 
     keys: Array
@@ -51,6 +50,16 @@ class AttentionContext:
     branches: Branches | None = None
     cache_rows: Array | None = None
     window: int | None = None
+
+
+def whole_block(size: int) -> Branches:
+    """Return the structure of consecutive tokens that all attend to each other."""
+    return Branches(np.arange(size), np.ones((size, size), bool))
+
+
+def is_whole(branches: Branches) -> bool:
+    """Return whether `branches` is known to be a `whole_block` when the program is traced."""
+    return isinstance(branches.visible, np.ndarray) and branches.read == 0 and bool(branches.visible.all())
 
 
 class Attention(nnx.Module):
@@ -76,11 +85,15 @@ class Attention(nnx.Module):
             The input of `o_proj`, ``[B, R, H D]``, and the updated keys and values.
         """
         qkv = self.qkv_proj(x)
-        plain = context.past is None and context.branches is None and context.cache_rows is None
-        if plain and self.q_norm is None:  # the kernel supports none of these
-            inputs = qkv, context.tables, context.keys, context.values, context.slots
-            return dispatch.attention(_attend_projected, *inputs, self.sizes)
-        return _write_and_attend(*self.split(qkv), context)
+        branches, inputs = context.branches, (qkv, context.tables, context.keys, context.values, context.slots)
+        whole = branches is not None and is_whole(branches)
+        others = context.past, context.cache_rows, context.window
+        if any(part is not None for part in others) or not (branches is None or whole):
+            return _write_and_attend(*self.split(qkv), context)  # the kernel supports none of these
+        if self.q_norm is None or self.k_norm is None:
+            return dispatch.attention(_attend_projected, *inputs, AttentionForm(*self.sizes, causal=not whole))
+        form = AttentionForm(*self.sizes, self.q_norm.eps, not whole)
+        return dispatch.attention(_attend_normed, *inputs, form, (self.q_norm.weight[...], self.k_norm.weight[...]))
 
     def store(self, x: Array, context: AttentionContext) -> tuple[Array, Array]:
         """Write keys and values without attending. Return the updated keys and values.
@@ -107,11 +120,34 @@ def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
 
 
 def _attend_projected(
-    qkv: Array, tables: tuple[Array, Array], keys: Array, values: Array, slots: Array, sizes: tuple[int, int, int]
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    slots: Array,
+    form: AttentionForm | tuple[int, int, int],
 ) -> tuple[Array, Array, Array]:
     """Compute the same as `jspec.models.kernels.decode_attention.decode_attention`, for any shape and dtype."""
-    q, k, v = _split(qkv, sizes)
-    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables))
+    form = AttentionForm.of(form)
+    branches = None if form.causal else whole_block(slots.shape[1])
+    q, k, v = _split(qkv, (form.heads, form.groups, form.size))
+    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
+
+
+def _attend_normed(
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    slots: Array,
+    *norms: Array,
+    form: AttentionForm,
+) -> tuple[Array, Array, Array]:
+    """Compute the same as `_attend_projected` from queries and keys that are normed first."""
+    q, k, v = _split(qkv, (form.heads, form.groups, form.size))
+    q, k = (rms_norm(part, weight, form.eps) for part, weight in zip((q, k), norms, strict=True))
+    branches = None if form.causal else whole_block(slots.shape[1])
+    return _write_and_attend(q, k, v, AttentionContext(keys, values, slots, tables, branches=branches))
 
 
 def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -> tuple[Array, Array, Array]:
@@ -121,12 +157,13 @@ def _write_and_attend(q: Array, k: Array, v: Array, context: AttentionContext) -
     q, k, v = (part[:, :, :tokens] for part in (q, k, v))
     slots = slots if past is None else slots - past[3][:, None]
     keys, values = _write(k, v, slots[:, 0], context)
-    caches, last = [MaskedCache(keys, values, cache_rows, _mask(slots, context.branches, keys.shape[3]))], slots
+    mask = _mask(slots, context.branches, keys.shape[3])
+    if context.window is not None:
+        mask &= ~visible(slots - context.window, keys.shape[3])
+    caches, last = [MaskedCache(keys, values, cache_rows, mask)], slots
     if past is not None:
         last, size = past[3][:, None] - 1, past[0].shape[3]
         seen = jnp.broadcast_to(visible(last, size), (batch, tokens, size))
-        if context.window is not None:
-            seen &= ~visible(context.slots - context.window, size)
         caches.insert(0, MaskedCache(*past[:3], seen))
     attended = dispatch.masked_attention(_attend_filled, rotate(q, tables), caches, last)
     mixed = attended.swapaxes(1, 2).reshape(batch, tokens, -1)

@@ -101,10 +101,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Array) -> Array:
-        return _rms_norm(x, self.weight[...], self.eps)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Return the norm of `RMSNorm`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return lax.broadcast_to_rank(weight, x.ndim) * wide.astype(x.dtype)
@@ -138,7 +139,7 @@ def add_and_norm(x: Array, inner: Array, linear: Linear, norm: RMSNorm | None) -
 def _project_add_norm(x: Array, inner: Array, weight: Array, gamma: Array, eps: float) -> tuple[Array, Array]:
     """Compute the same as `jspec.models.kernels.add_norm.project_add_norm`, for any shape and dtype."""
     x = x + project(weight, inner)
-    return x, _rms_norm(x, gamma, eps)
+    return x, rms_norm(x, gamma, eps)
 
 
 def copy_tree(module: Module) -> Module:

@@ -10,6 +10,7 @@ from convert.config import LlamaConfig
 from convert.keymap import shapes
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.quantized_matrix import MAX_REDUCTION_ROWS, ROWS_AT_ONCE, group_size
+from jspec.planning.block_costs import BlockWeights
 
 _FLOAT32, _HEAD = 4, "lm_head.weight"
 _BITS = {"int8": 8, "int4": 4}
@@ -127,7 +128,13 @@ def slots_of(length: int, num_draft_tokens: int) -> int:
     return whole_tiles(length + num_draft_tokens + 1)
 
 
-def footprint(models: tuple[Weights, ...], batch: int, length: int, prompt: int, num_draft_tokens: int) -> Footprint:
+def footprint(
+    models: tuple[Weights, *tuple[Weights | BlockWeights, ...]],
+    batch: int,
+    length: int,
+    prompt: int,
+    num_draft_tokens: int,
+) -> Footprint:
     """Return the memory needed to decode with the target ``models[0]`` and the draft ``models[1]``.
 
     If `num_draft_tokens` is 0, the target decodes alone.

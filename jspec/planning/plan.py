@@ -5,18 +5,22 @@ The predictions are computed from configurations and published specifications. N
 """
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable
 from pathlib import Path
 
 from convert import dtypes
 from convert.config import LlamaConfig, read_config
+from convert.heads.block import files as block_files
+from convert.heads.block.config import BlockConfig, check_target_of
 from convert.source import resolve_config
 from jspec import theory
 from jspec.core.devices import Device, find
 from jspec.core.types import check_counts, same_but_for_padding
 from jspec.models.llama import Llama
 from jspec.models.quantize import check_kind
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Footprint, Weights
 from jspec.planning.roofline import Load
 
@@ -37,7 +41,7 @@ class Drafting:
         speedup: the speed with that K, relative to plain decoding.
         best: the fastest K; 0 if drafting does not pay off.
         round_seconds, expected_tokens, speedups: the duration of a round in seconds, the number of tokens per row in a
-            round, and the speedup, each for K = 1, 2, ..., 16.
+            round, and the speedup, each for K = 1, 2, ..., 16, or up to the most that a block drafter drafts.
         footprint: the memory needed with `num_draft_tokens`, or with K = 1 if that is 0.
         fits: whether the footprint fits in the device's memory.
     """
@@ -63,7 +67,10 @@ class Plan:
         plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
         plain_footprint, plain_fits: the memory needed to decode without a draft, and whether it fits.
         draft: the prediction for the draft as given.
-        int8: the prediction for the draft in int8, which is assumed to have the same acceptance rate.
+        int8: the prediction for the draft in int8, which is assumed to have the same acceptance rate. None for a block
+            drafter, which is not quantised.
+        block: the bytes of each part of a block drafter; empty for a draft model. The context cache has its keys and
+            values of all positions, and the features are the target's hidden states that it reads in a round.
         largest_batch: the largest batch that fits with the draft as given, at this length; 0 if none fits.
         largest_length: the largest length that fits with the draft as given, at this batch size; 0 if none fits.
     """
@@ -78,14 +85,15 @@ class Plan:
     plain_footprint: Footprint
     plain_fits: bool
     draft: Drafting
-    int8: Drafting
+    int8: Drafting | None
+    block: dict[str, int]
     largest_batch: int
     largest_length: int
 
 
 def plan(
     target: LlamaConfig | Llama | str | Path,
-    draft: LlamaConfig | Llama | str | Path,
+    draft: LlamaConfig | BlockConfig | Llama | str | Path,
     *,
     device: str | Device | None = None,
     batch: int = 1,
@@ -109,38 +117,36 @@ def plan(
 
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
-            configuration is read or downloaded. A model's quantised matrices and reduced head count as such.
+            configuration is read or downloaded. A model's quantised matrices and reduced head count as such. `draft`
+            may also be a block drafter.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
-        num_draft_tokens: K, in 1..16. The default is the fastest K.
-        quantize: "int8" or "int4" to plan for a quantised draft. `acceptance` stays as given.
+        num_draft_tokens: K, in 1..16, or up to the most that a block drafter drafts. The default is the fastest K.
+        quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
 
     Raises:
-        ValueError: an argument is out of range, the vocabularies differ, the models have too few positions, or no
-            device with that name is known or present.
+        ValueError: an argument is out of range, the models do not fit together or have too few positions, or no device
+            with that name is known or present.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
-    if quantize is not None:
-        check_kind(quantize)
-    target_weights, draft_weights = (_weights(source, found) for source in (target, draft))
-    limit = _check_models(target_weights.config, draft_weights.config)
+    target_weights = _weights(target, found)
+    draft_weights = _of_draft(draft, target_weights, found, quantize)
+    limit = _check_models(target_weights.config, _layers(draft_weights))
     length = min(_LENGTH, limit) if length is None else length
-    prompt = max(length // 2, 1) if prompt is None else prompt
-    _check(batch, length, prompt, limit, acceptance, num_draft_tokens)
-    load, light = Load(found, batch, length, prompt), dataclasses.replace(draft_weights, quantized="int8")
-    chosen = dataclasses.replace(draft_weights, quantized=quantize) if quantize else draft_weights
-    given, int8 = (_drafting(load, target_weights, one, acceptance, num_draft_tokens) for one in (chosen, light))
+    load = Load(found, batch, length, max(length // 2, 1) if prompt is None else prompt)
+    _check(batch, length, load.prompt, limit, acceptance)
+    _check_length(num_draft_tokens, _most(draft_weights))
+    light = dataclasses.replace(draft_weights, quantized="int8") if isinstance(draft_weights, Weights) else None
+    predict = functools.partial(_drafting, load, target_weights, acceptance=acceptance, wanted=num_draft_tokens)
+    given, int8 = predict(draft_weights), None if light is None else predict(light)
     plain_fits, k = load.fits(0, target_weights), given.num_draft_tokens or 1
-
-    def fits(**changes: int) -> bool:
-        return dataclasses.replace(load, **changes).fits(k, target_weights, chosen)
-
+    fits = functools.partial(_fits, load, k, target_weights, draft_weights)
     return Plan(
         verdict=_verdict(plain_fits, given, int8),
         **vars(load),
@@ -150,27 +156,47 @@ def plan(
         plain_fits=plain_fits,
         draft=given,
         int8=int8,
+        block=_parts(draft_weights, load, k),
         largest_batch=_largest(lambda batch: fits(batch=batch), 1 << 20),
-        largest_length=_largest(lambda length: fits(length=length, prompt=min(prompt, length)), limit),
+        largest_length=_largest(lambda length: fits(length=length, prompt=min(load.prompt, length)), limit),
     )
 
 
-def _drafting(load: Load, target: Weights, draft: Weights, acceptance: float, wanted: int | None) -> Drafting:
-    plain, lengths = load.plain_seconds(target), range(1, MOST + 1)
+def _most(draft: Weights | BlockWeights) -> int:
+    """Return the largest K to consider."""
+    return min(MOST, draft.config.num_draft_tokens) if isinstance(draft, BlockWeights) else MOST
+
+
+def _layers(draft: Weights | BlockWeights) -> LlamaConfig:
+    return draft.config.body if isinstance(draft, BlockWeights) else draft.config
+
+
+def _fits(load: Load, k: int, target: Weights, draft: Weights | BlockWeights, **changes: int) -> bool:
+    return dataclasses.replace(load, **changes).fits(k, target, draft)
+
+
+def _parts(draft: Weights | BlockWeights, load: Load, k: int) -> dict[str, int]:
+    return draft.all_parts(load.batch, load.length, k) if isinstance(draft, BlockWeights) else {}
+
+
+def _drafting(
+    load: Load, target: Weights, draft: Weights | BlockWeights, acceptance: float, wanted: int | None
+) -> Drafting:
+    plain, lengths = load.plain_seconds(target), range(1, _most(draft) + 1)
     seconds = tuple(load.round_seconds(target, draft, k) for k in lengths)
     tokens = tuple(float(theory.expected_tokens(acceptance, k)) for k in lengths)
     speedups = tuple(n * plain / s for n, s in zip(tokens, seconds, strict=True))
-    best = 1 + max(range(MOST), key=speedups.__getitem__)  # the first of equals
+    best = 1 + max(range(len(speedups)), key=speedups.__getitem__)  # the first of equals
     best = best if speedups[best - 1] > 1 + _ROUNDING else 0
     k = best if wanted is None else wanted
     held, fits = load.footprint(k or 1, target, draft), load.fits(k or 1, target, draft)
     return Drafting(k, speedups[k - 1] if k else 1.0, best, seconds, tokens, speedups, held, fits)
 
 
-def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting) -> str:
+def _verdict(plain_fits: bool, draft: Drafting, int8: Drafting | None) -> str:
     if not plain_fits or (draft.best and not draft.fits):
         return NO_ROOM
-    if int8.fits and int8.speedup > 1 and int8.speedup >= _WORTHWHILE * draft.speedup:
+    if int8 is not None and int8.fits and int8.speedup > 1 and int8.speedup >= _WORTHWHILE * draft.speedup:
         return QUANTIZE
     return SPECULATE if draft.best else PLAIN
 
@@ -185,6 +211,26 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _of_draft(source: object, target: Weights, device: Device, quantize: str | None) -> Weights | BlockWeights:
+    """Return the weights of a draft model or a block drafter, quantised to `quantize`.
+
+    Raises:
+        ValueError: a block drafter is to be quantised, or was made for a target with other sizes.
+    """
+    if quantize is not None:
+        check_kind(quantize)
+    block = source
+    if isinstance(source, str | Path):
+        block = block_files.read_config(source, target.config.num_hidden_layers)
+    if not isinstance(block, BlockConfig):
+        weights = _weights(source, device)
+        return dataclasses.replace(weights, quantized=quantize or weights.quantized)
+    if quantize is not None:
+        raise ValueError(f"quantize={quantize!r} applies to draft models, not to block drafters; leave it out.")
+    check_target_of(block, target.config)
+    return BlockWeights(block, target.itemsize)
 
 
 def _weights(source: object, device: Device) -> Weights:
@@ -212,7 +258,7 @@ def _check_models(target: LlamaConfig, draft: LlamaConfig) -> int:
     return min(target.max_position_embeddings, draft.max_position_embeddings)
 
 
-def _check(batch: object, length: int, prompt: int, limit: int, acceptance: object, num_draft_tokens: object) -> None:
+def _check(batch: object, length: int, prompt: int, limit: int, acceptance: object) -> None:
     """Raise ValueError if an argument is out of range."""
     check_counts(batch=batch, length=length, prompt=prompt)
     if length > limit:
@@ -221,6 +267,10 @@ def _check(batch: object, length: int, prompt: int, limit: int, acceptance: obje
         raise ValueError(f"prompt={prompt} is more than length={length}, which includes the prompt; reduce it.")
     if isinstance(acceptance, bool) or not isinstance(acceptance, numbers.Real) or not 0 <= float(acceptance) <= 1:
         raise ValueError(f"acceptance must be a probability from 0 to 1; got {acceptance!r}.")
+
+
+def _check_length(num_draft_tokens: object, most: int) -> None:
+    """Raise ValueError unless `num_draft_tokens` is None or in 1..most."""
     whole = isinstance(num_draft_tokens, numbers.Integral) and not isinstance(num_draft_tokens, bool)
-    if num_draft_tokens is not None and not (whole and num_draft_tokens in range(1, MOST + 1)):
-        raise ValueError(f"num_draft_tokens must be a whole number from 1 to {MOST}; got {num_draft_tokens!r}.")
+    if num_draft_tokens is not None and not (whole and num_draft_tokens in range(1, most + 1)):
+        raise ValueError(f"num_draft_tokens must be a whole number from 1 to {most}; got {num_draft_tokens!r}.")

@@ -3,14 +3,15 @@
 import dataclasses
 
 from jspec.core.devices import Device
+from jspec.planning.block_costs import BlockWeights, draft_seconds
 from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 
 # The number of kernels that a GPU launches, as counted by `python -m bench compiled` for an H100 and a T4: per layer in
 # a pass, per pass outside its layers (embedding, head, sampling), per round outside its passes (acceptance, commit).
 KERNELS_A_LAYER, KERNELS_A_PASS, KERNELS_A_ROUND = {"bfloat16": 10, "float16": 18}, 14, 26
-# Additional kernels per layer: the fused kernels support neither query and key norms nor quantised matrices.
+# Additional kernels per layer: the fused kernels do not support quantised matrices, and on a T4 there are none.
 KERNELS_OF = {
-    "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 9, "attention_bias": 1, "mlp_bias": 1},
+    "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 0, "attention_bias": 1, "mlp_bias": 1},
     "float16": {"int8": 0, "int4": 6, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
 }
 
@@ -61,21 +62,25 @@ class Load:
         """Return the duration of one plain decoding step, in seconds."""
         return self._seconds(target, 1, 0) + KERNELS_A_ROUND * self.device.launch
 
-    def round_seconds(self, target: Weights, draft: Weights, k: int) -> float:
+    def round_seconds(self, target: Weights, draft: Weights | BlockWeights, k: int) -> float:
         """Return the duration of a round, in seconds.
 
-        A round has K = `k` draft steps, the first of which has two rows, and a verification of K + 1 rows.
+        A round has K = `k` draft steps, the first of which has two rows, and a verification of K + 1 rows. A block
+        drafter has a single step.
         """
-        drafting = self._seconds(draft, 2, k) + (k - 1) * self._seconds(draft, 1, k)
+        if isinstance(draft, BlockWeights):
+            drafting = draft_seconds(draft, self.device, self.batch, k, slots_of(self.length, k))
+        else:
+            drafting = self._seconds(draft, 2, k) + (k - 1) * self._seconds(draft, 1, k)
         return drafting + self._seconds(target, k + 1, k) + KERNELS_A_ROUND * self.device.launch
 
-    def footprint(self, k: int, *models: Weights) -> Footprint:
+    def footprint(self, k: int, target: Weights, *drafts: Weights | BlockWeights) -> Footprint:
         """Return the memory needed to decode with target and draft, or with the target alone if K = 0."""
-        return footprint(models, self.batch, self.length, self.prompt, k)
+        return footprint((target, *drafts), self.batch, self.length, self.prompt, k)
 
-    def fits(self, k: int, *models: Weights) -> bool:
+    def fits(self, k: int, target: Weights, *drafts: Weights | BlockWeights) -> bool:
         """Return whether the footprint fits in the device's memory."""
-        return self.footprint(k, *models).total <= self.device.memory
+        return self.footprint(k, target, *drafts).total <= self.device.memory
 
     def _seconds(self, model: Weights, rows: int, k: int) -> float:
         return pass_seconds(model, self.device, self.batch, rows, slots_of(self.length, k))

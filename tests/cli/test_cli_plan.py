@@ -7,7 +7,7 @@ import pytest
 
 import jspec
 from jspec.bundled import PAIR
-from support import eagle_heads, toys
+from support import block_checkpoints, eagle_heads, toys
 
 
 @pytest.fixture
@@ -143,13 +143,31 @@ MODELS = {
     "no model": (
         ["TARGET", "lookup"],
         2,
-        "DRAFT lookup is not a model, and jspec plan supports only models; measure this draft with",
+        "DRAFT lookup is not a model, and jspec plan supports only models and block drafters; measure",
     ),
     "behind lookup": (["TARGET", "lookup+a/b"], 2, "DRAFT lookup+a/b is not a model, and jspec plan supports"),
     "no draft": (["TARGET", "none"], 2, "DRAFT none is not a model"),
     "nowhere": (["TARGET", "/no/such/folder"], 1, "/no/such/folder is neither a directory nor"),
     "another vocabulary": (["TARGET", "DRAFT"], 1, "The draft's vocabulary has 99 tokens and the target's"),
 }
+
+
+def test_block_drafter_is_planned_from_its_config(run, folders, tmp_path):
+    """The table has a column for the block drafter, and a line names the size of each of its parts."""
+    raw = json.loads((folders[0] / "config.json").read_text(encoding="utf-8"))
+    sizes = {name: raw[name] for name in ("vocab_size", "hidden_size")}
+    block = (
+        block_checkpoints.CONFIGS["deepspec dflash"] | sizes | {"target_layer_ids": [0, 1], "num_target_layers": None}
+    )
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block" / "config.json").write_text(json.dumps(block), encoding="utf-8")
+    code, out, error = run("plan", folders[0], tmp_path / "block", "--device", "t4")
+    assert (code, error) == (0, "") and "block drafter" in out and "MB of the block drafter: body " in out
+    assert re.findall(r"^ +(\d) +\d\.\d\d ", out, re.M) == ["1", "2", "3", "4"]
+    code, _, error = run("plan", folders[0], tmp_path / "block", "--device", "t4", "--quantize", "int8")
+    assert code == 1 and "applies to draft models, not to block drafters" in error
+    code, out, _ = run("plan", folders[0], tmp_path / "block", "--device", "t4", "--json")
+    assert code == 0 and json.loads(out)["int8"] is None and json.loads(out)["block"]["Markov head"] == 0
 
 
 def test_head_cannot_be_planned(run, folders, tmp_path):

@@ -19,6 +19,7 @@ from jspec.engine.program_table import function_and_inputs
 from jspec.engine.runner import Runner
 from jspec.engine.slots import Sizes, Variant
 from jspec.planning import roofline
+from jspec.planning.block_costs import BlockWeights
 from jspec.planning.memory import Weights, footprint, slots_of
 from jspec.training import fit, kinds
 from support import cover
@@ -152,6 +153,21 @@ def test_h100_host_launches_few_graphs(plain, report):
     assert found.graphs.captured + found.graphs.outside == found.count()
     assert found.graphs.launched <= setting.draft_length + 1
     assert found.graphs.outside <= 0.1 * found.count()
+
+
+@pytest.mark.cuda
+def test_h100_round_with_block_drafter_copies_no_weights(report):
+    """Both models' attention is one kernel, and no product's weights are joined with another's."""
+    device = devices.prepare("h100")
+    target, drafter = abstract.pair("qwen3-8b/dspark", device.dtype, num_hidden_layers=2)
+    found = compiled.compile_and_read(device, target, drafter, abstract.Setting(draft_length=7))
+    hidden = target.config.hidden_size
+    report(**{part: found.count(part) for part in (*compiled.PARTS, compiled.DRAFT_STEP)})
+    assert not [kernel for kernel in found.kernels if kernel.moves and kernel.written >= 2 * hidden * hidden]
+    assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
+    planned = BlockWeights(drafter.block.config, 2).kernels(7) + 2 * 10
+    planned += roofline.KERNELS_A_PASS + roofline.KERNELS_A_ROUND
+    assert found.count() == pytest.approx(planned, rel=0.1)
 
 
 @pytest.mark.parametrize(

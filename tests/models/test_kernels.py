@@ -14,9 +14,17 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.gpu.kernels import ATTENTION as CASES
-from bench.gpu.kernels import NORM, attention_arguments, exact_attention, exact_norm, norm_arguments
+from bench.gpu.kernels import (
+    NORM,
+    attention_arguments,
+    exact_attention,
+    exact_head_norm,
+    exact_norm,
+    norm_arguments,
+)
 from jspec.models import load as weights
-from jspec.models.attention import _attend_projected
+from jspec.models.attention import _attend_normed, _attend_projected
+from jspec.models.kernels import AttentionForm
 from jspec.models.kernels import dispatch as choice
 from jspec.models.kernels.add_norm import project_add_norm
 from jspec.models.kernels.decode_attention import decode_attention
@@ -51,6 +59,30 @@ def test_attention_kernel_matches_xla(name, report):
     kernel, xla = (np.sqrt(np.mean(error**2)) for error in errors)
     report(case=repr(name), rms_error=f"{kernel:.1e}", of_xla=f"{xla:.1e}", max_error=f"{errors[0].max():.1e}")
     assert kernel <= 1.5 * xla
+    assert errors[0].max() <= 2**-7 * np.abs(np.asarray(values, np.float64)).max()
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
+@pytest.mark.parametrize("name", ["ratio 3", "eight shares"])
+def test_attention_kernel_with_head_norms_matches_xla(name, causal, report):
+    """Queries and keys are normed before they are rotated; the new tokens attend to all of them or to earlier ones."""
+    *arguments, sizes = attention_arguments(*CASES[name])
+    norms = tuple(jnp.asarray(np.random.default_rng(i).uniform(0.5, 2, sizes[2]), jnp.bfloat16) for i in (1, 2))
+    form = AttentionForm(*sizes, 1e-2, causal)  # a constant that matters
+    kernel = functools.partial(decode_attention, form=form, norms=norms, interpret=True)
+    mixed, keys, values = jax.jit(kernel)(*arguments)
+    xla = functools.partial(_attend_normed, form=form)
+    expected = jax.jit(xla)(*arguments, *norms)
+    # A key is the difference of two rounded numbers, which XLA may leave unrounded.
+    np.testing.assert_allclose(np.float32(keys), np.float32(expected[1]), rtol=2**-7, atol=2**-5)
+    np.testing.assert_array_equal(_bits(values), _bits(expected[2]))
+    qkv, tables, *_, positions = arguments
+    seen = positions if causal else jnp.broadcast_to(positions[:, -1:], positions.shape)
+    truth = exact_attention(exact_head_norm(qkv, norms, sizes, 1e-2), tables, keys, values, seen, sizes)
+    errors = [np.abs(np.asarray(one, np.float64) - truth) for one in (mixed, expected[0])]
+    kernel_rms, xla_rms = (np.sqrt(np.mean(error**2)) for error in errors)
+    report(rms_error=f"{kernel_rms:.1e}", of_xla=f"{xla_rms:.1e}", max_error=f"{errors[0].max():.1e}")
+    assert kernel_rms <= 1.5 * xla_rms
     assert errors[0].max() <= 2**-7 * np.abs(np.asarray(values, np.float64)).max()
 
 
@@ -209,6 +241,15 @@ def test_attention_kernel_is_used_only_where_supported():
     assert not shaped(steps=17) and not shaped(size=32) and not shaped(steps=9, heads=16)
     assert not shaped(dtype=jnp.float16) and not shaped(dtype=jnp.float32)
     assert not any(_has_kernel(_choose, _shapes(), platform) for platform in ("cpu", "tpu", "rocm"))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_attention_kernel_supports_head_norms_in_its_own_dtype(dtype):
+    def program(*arguments):
+        *others, gamma = arguments
+        return choice.attention(_attend_normed, *others, AttentionForm(6, 2, 64, 1e-6), (gamma, gamma))
+
+    assert _has_kernel(program, [*_shapes(), jax.ShapeDtypeStruct((64,), dtype)]) == (dtype == jnp.bfloat16)
 
 
 def test_several_devices_use_kernel_only_under_shard_map():

@@ -105,3 +105,22 @@ class BlockOrigin:
     layout: str
     fields: str
     dtype: str | None
+
+
+def check_target_of(config: BlockConfig, sizes: LlamaConfig) -> None:
+    """Check that a block drafter was made for this target.
+
+    Raises:
+        ValueError: the sizes differ.
+    """
+    body = config.body
+    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size)]
+    wants.append(("vocabulary size", body.vocab_size, sizes.vocab_size))
+    if not config.own_embedding or not config.own_head:
+        wants.append(("hidden size", body.hidden_size, sizes.hidden_size))
+    for name, own, found in wants:
+        if own != found:
+            raise ValueError(
+                f"The block drafter was made for a target whose {name} is {own}, but this target's is {found}; use "
+                "the drafter that was trained for this target."
+            )

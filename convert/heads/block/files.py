@@ -18,6 +18,7 @@ from convert.heads.block.write_config import check_format, describe
 from convert.heads.draft_vocabulary import KNOWN, TABLES, TARGET_IDS
 from convert.json_file import read_object
 from convert.safetensors_reader import Tensor, scan
+from convert.source import resolve_config
 from convert.to_hf import views_of
 
 
@@ -64,6 +65,31 @@ def read(source: str | Path, num_layers: int | None = None) -> BlockFiles:
     draft_ids = draft_vocabulary.take(found, vocab_size, directory)
     origin = BlockOrigin(layout, json.dumps(raw), head_files.common_dtype(found))
     return BlockFiles(config, origin, draft_ids, found)
+
+
+def read_config(source: str | Path, num_layers: int | None = None) -> BlockConfig | None:
+    """Read only a block drafter's config.json, and the names of its tensors if there are any.
+
+    Without tensors, a layout that may leave out the embedding and the output head is taken to do so.
+
+    Returns:
+        None if config.json is not that of a block drafter.
+
+    Raises:
+        CheckpointError: config.json is invalid.
+    """
+    directory = resolve_config(source)
+    path = directory / "config.json"
+    raw = read_object(path) if path.is_file() else {}
+    try:
+        layout_of(raw)
+    except CheckpointError:
+        return None
+    names = scan(directory, tables=TABLES).keys() if any(directory.glob("*.safetensors")) else ()
+    try:
+        return parse(raw, names, num_layers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def write(

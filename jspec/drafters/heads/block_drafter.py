@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from convert.heads.block.config import check_target_of
 from jspec.acceptance.path import at_path
 from jspec.core.tree import Level, Tree
 from jspec.core.types import Draft, Verdict, pytree
@@ -15,10 +16,10 @@ from jspec.drafters.base import Context
 from jspec.drafters.chunked_prefill import where_read
 from jspec.drafters.heads import block_weights
 from jspec.drafters.heads.base import at_depth
-from jspec.drafters.heads.block_module import Block, check_target_of
+from jspec.drafters.heads.block_module import Block
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
-from jspec.models.kv_cache import KVCache, insert_prefix
+from jspec.models.kv_cache import KVCache, insert_prefix, whole_tiles
 from jspec.models.llama import Llama
 from jspec.models.quantize import quantized_copy
 
@@ -28,7 +29,7 @@ class _Read:
     """The target's states that the drafter has read.
 
     Attributes:
-        cache: slot i holds the keys and values of the state at position i.
+        cache: slot i holds the keys and values of the state at position i. Slots from the last token on hold anything.
         lengths: ``int32[B]``, the sequence lengths. The last token's state is not known yet.
     """
 
@@ -147,10 +148,11 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         block, batch = self._block, len(tokens)
         features, target = signals.states()
-        check_target_of(block.config, target)
+        check_target_of(block.config, target.config)
         narrow = block.new_cache(batch, tokens.shape[1])
         read = block.read(features, narrow, jnp.zeros(batch, jnp.int32), target)
-        return _Read(insert_prefix(block.new_cache(batch, num_slots), read), signals.known_lengths)
+        room = block.new_cache(batch, whole_tiles(num_slots + block.config.block_size))  # a block is written, too
+        return _Read(insert_prefix(room, read), signals.known_lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
         """Read the next piece of the sequence. See `jspec.drafters.chunked_prefill.prefill_chunk`."""
@@ -172,13 +174,14 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         rows = first + depth if config.causal else config.block_size
         last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
         tokens = jnp.pad(last, ((0, 0), (0, rows - 1)), constant_values=config.mask_id)
-        hidden = block.forward(tokens, state.cache, context.lengths - 1, target)[:, first : first + depth]
+        hidden, cache = block.forward(tokens, state.cache, context.lengths - 1, target)
+        hidden = hidden[:, first : first + depth]
         logits = block.logits(hidden, target)
         candidates, selector, head = None, block.candidate_selector, block.markov_head
         if selector is not None:
             logits, candidates = selector.candidates(logits)
         markov = hidden[:, :1, :0] if head is None else head.initial(len(last))
-        carry = _Drafting(_Read(state.cache, context.lengths), hidden, logits, candidates, markov)
+        carry = _Drafting(_Read(cache, context.lengths), hidden, logits, candidates, markov)
         logits, carry = self.extend(carry, last, Level(0), context)
         return logits[:, 0], carry
 

@@ -1,26 +1,24 @@
 """Block drafters: a few layers that predict several of the target's next tokens in one pass.
 
 The layers read a block of rows: the last token, and then mask tokens. The rows attend to each other, and to keys and
-values that each layer computes from the target's hidden states at the tokens before the block. These are cached; the
-block's own keys and values are not. The designs are DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), which adds a
-Markov head, JetSpec (arXiv 2606.18394), whose rows attend only to earlier rows, and DFlash2
-(https://inco.ai/blog/dflash2), which adds convolutions and a candidate selector.
+values that each layer computes from the target's hidden states at the tokens before the block. These are cached. The
+block's own keys and values are written after them, and are overwritten in the next round. The designs are DFlash (arXiv
+2602.06036), DSpark (arXiv 2607.05147), which adds a Markov head, JetSpec (arXiv 2606.18394), whose rows attend only to
+earlier rows, and DFlash2 (https://inco.ai/blog/dflash2), which adds convolutions and a candidate selector.
 """
 
 import itertools
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from convert.heads.block.config import BlockConfig, BlockOrigin
-from jspec.core.tree import Branches
 from jspec.drafters.draft_vocabulary import spread_logits
 from jspec.drafters.heads.candidate_selector import CandidateSelector
 from jspec.drafters.heads.convolution import ConvolvedLayer
 from jspec.drafters.heads.markov import Markov
-from jspec.models.attention import AttentionContext
+from jspec.models.attention import AttentionContext, whole_block
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import Embed, Linear, RMSNorm
 from jspec.models.llama import DecoderLayer, Llama
@@ -93,11 +91,12 @@ class Block(nnx.Module):
         """
         states = self.fuse(features, target)
         slots, tables = self._places(start, states.shape[1])
-        stored = [
-            layer.self_attn.store(states, AttentionContext(keys, values, slots, tables, cache_rows=cache.rows))
-            for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True)
-        ]
-        keys, values = zip(*stored, strict=True)
+        keys, values = list(cache.keys), list(cache.values)
+        for i, layer in enumerate(self.layers):
+            context = AttentionContext(keys[i], values[i], slots, tables, cache_rows=cache.rows)
+            keys[i], values[i] = layer.self_attn.store(states, context)
+            # Otherwise, XLA would join the layers' products into one, and copy their weights in every round.
+            states, keys[i] = lax.optimization_barrier((states, keys[i]))
         return KVCache(tuple(keys), tuple(values), cache.rows)
 
     def fuse(self, features: Array, target: Llama) -> Array:
@@ -108,30 +107,27 @@ class Block(nnx.Module):
         ]
         return self.hidden_norm(self.fc(jnp.concatenate(parts, axis=-1).astype(self.dtype)))
 
-    def forward(self, tokens: Array, cache: KVCache, start: Array, target: Llama) -> Array:
-        """Run a block, and return the rows' states ``[B, R, E]`` after the final norm.
+    def forward(self, tokens: Array, cache: KVCache, start: Array, target: Llama) -> tuple[Array, KVCache]:
+        """Run a block, and return the rows' states ``[B, R, E]`` after the final norm, and the cache.
 
         Args:
             tokens: ``int32[B, R]``, the block's tokens, at the positions ``start[b]`` onward.
-            cache: the cache, which holds the positions before ``start[b]``. It does not change.
+            cache: the cache, which holds the positions before ``start[b]``. The next R slots are overwritten.
             start: ``int32[B]``.
             target: the target, whose embedding is used if the drafter has none.
         """
-        batch, rows = tokens.shape
         x = (self.embed_tokens or target.embed_tokens)(tokens).astype(self.dtype)
         x = x if self.config.dflash2 is None else x * self.config.dflash2.embedding_scale
-        slots, tables = self._places(start, rows)
-        whole = Branches(np.arange(rows), np.ones((rows, rows), bool))
-        own, normed = self.new_cache(batch, rows), self.layers[0].input_layernorm(x)
-        layers = [*self.layers]
+        slots, tables = self._places(start, tokens.shape[1])
+        branches = None if self.config.causal else whole_block(tokens.shape[1])
+        layers, keys, values = [*self.layers], list(cache.keys), list(cache.values)
+        normed = layers[0].input_layernorm(x)
         for i, (layer, following) in enumerate(itertools.zip_longest(layers, layers[1:])):
-            past = cache.keys[i], cache.values[i], cache.rows, start
-            branches = None if self.config.causal else whole
             window = self.config.windows[i] if self.config.windows else None
-            context = AttentionContext(own.keys[i], own.values[i], slots, tables, past, branches, window=window)
+            context = AttentionContext(keys[i], values[i], slots, tables, None, branches, cache.rows, window)
             norm = self.norm if following is None else following.input_layernorm
-            x, normed, _, _ = layer(x, normed, context, norm)
-        return normed
+            x, normed, keys[i], values[i] = layer(x, normed, context, norm)
+        return normed, KVCache(tuple(keys), tuple(values), cache.rows)
 
     def logits(self, hidden: Array, target: Llama) -> Array:
         """Return the logits ``float32[B, S, D]`` of the rows' states ``[B, S, E]``, without any correction."""
@@ -150,22 +146,3 @@ class Block(nnx.Module):
 
 def _layer(config: BlockConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     return DecoderLayer(config.body, dtype, rngs) if config.dflash2 is None else ConvolvedLayer(config, dtype, rngs)
-
-
-def check_target_of(config: BlockConfig, target: Llama) -> None:
-    """Check that a block drafter was made for this target.
-
-    Raises:
-        ValueError: the sizes differ.
-    """
-    sizes, body = target.config, config.body
-    wants = [("hidden size", config.target_hidden_size, sizes.hidden_size)]
-    wants.append(("vocabulary size", body.vocab_size, sizes.vocab_size))
-    if not config.own_embedding or not config.own_head:
-        wants.append(("hidden size", body.hidden_size, sizes.hidden_size))
-    for name, own, found in wants:
-        if own != found:
-            raise ValueError(
-                f"The block drafter was made for a target whose {name} is {own}, but this target's is {found}; use "
-                "the drafter that was trained for this target."
-            )

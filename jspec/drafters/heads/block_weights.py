@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 
 from convert import dtypes
 from convert.heads.block import files as block_files
-from jspec.drafters.heads.block_module import Block, check_target_of
+from convert.heads.block.config import check_target_of
+from jspec.drafters.heads.block_module import Block
 from jspec.drafters.heads.module_arrays import arrays_of, fill, no_output_head
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
@@ -20,7 +21,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
     found = block_files.read(source, None if target is None else target.config.num_hidden_layers)
     chosen, config = dtypes.parse(default_dtype() if dtype is None else dtype), found.config
     if target is not None:
-        check_target_of(config, target)
+        check_target_of(config, target.config)
     lacking = config.draft_vocab_size is not None and not config.own_head
     if lacking and target is None:
         raise no_output_head(source, config.draft_vocab_size)

@@ -3,7 +3,7 @@
 A kernel is imported when a program that uses it is lowered, because importing Pallas takes a quarter of a second.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # A reference to a part of an array within a kernel, for which Pallas has no public type.
 Ref: TypeAlias = Any
@@ -18,3 +18,24 @@ MAX_QUERIES = 512  # if every head has its own keys; with more queries, XLA's pr
 
 # The limits on the arguments of `jspec.models.kernels.add_norm.project_add_norm`.
 MAX_NORMS = 64  # rows; one processor norms each row
+
+
+class AttentionForm(NamedTuple):
+    """The constants of `jspec.models.kernels.decode_attention.decode_attention`.
+
+    Attributes:
+        heads, groups, size: H, G and D. D is 64 or 128, and ``R H / G`` is at most 64.
+        eps: the constant of the norms of queries and keys.
+        causal: whether each new token attends only to itself and the tokens before it, instead of to all new tokens.
+    """
+
+    heads: int
+    groups: int
+    size: int
+    eps: float = 0.0
+    causal: bool = True
+
+    @classmethod
+    def of(cls, form: "AttentionForm | tuple[int, int, int]") -> "AttentionForm":
+        """Return `form`, or the form with these sizes and the default constants."""
+        return form if isinstance(form, AttentionForm) else cls(*form)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jspec.models.kernels import MAX_TOKENS, Ref
+from jspec.models.kernels import MAX_TOKENS, AttentionForm, Ref
 
 _BLOCK = 8192  # elements in a block of keys or of values; three blocks of each fit into an L4's shared memory
 # The number of slots per share that makes up for the launch that combines the shares (`python -m bench gpu --step
@@ -38,7 +38,8 @@ def decode_attention(
     keys: Array,
     values: Array,
     positions: Array,
-    sizes: tuple[int, int, int],
+    form: AttentionForm | tuple[int, int, int],
+    norms: tuple[Array, Array] | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
@@ -52,16 +53,19 @@ def decode_attention(
         keys: ``[B, G, D, T]``.
         values: ``[B, G, T, D]``. Slots that no query sees may hold anything.
         positions: ``int32[B, S]``, consecutive in each row. S is at most 16.
-        sizes: H, G and D. D is 64 or 128, and ``R H / G`` is at most 64.
+        form: the sizes, and what the new tokens attend to.
+        norms: the weights ``[D]`` of the norms of each head's queries and keys, if they are normed before they are
+            rotated (Qwen3).
         interpret: whether to interpret the kernel, which is slow but runs on any platform.
 
     Returns:
         ``[B, R, H D]``, in which rows beyond S are arbitrary, and the updated keys and values.
     """
-    heads, groups, size = sizes
+    form = AttentionForm.of(form)
+    heads, groups, size, *_ = form
     batch, rows, _ = qkv.shape
-    shares = _num_shares(batch * groups, keys.shape[3])
-    spec = _specs(positions.shape[1], rows, sizes, keys.shape[3])
+    shares, gammas = _num_shares(batch * groups, keys.shape[3]), () if norms is None else ("gamma", "gamma")
+    spec = _specs(positions.shape[1], rows, (heads, groups, size), keys.shape[3])
 
     def like(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(qkv).manual_axis_type)
@@ -74,16 +78,16 @@ def decode_attention(
     if shares > 1:
         results += [like((shares, batch, rows, heads), jnp.float32)] * 2
     keys, values, mixed, *weights = pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes, shares=shares),
+        functools.partial(_kernel, form=form, shares=shares),
         grid=(batch, groups, shares),
-        in_specs=[spec["positions"], spec["table"], spec["table"], spec["qkv"], spec["keys"], spec["values"]],
+        in_specs=[spec[name] for name in ("positions", "table", "table", "qkv", "keys", "values", *gammas)],
         out_specs=[spec["keys"], spec["values"], spec["sums"], spec["weights"], spec["weights"]][: len(results)],
         out_shape=results,
         input_output_aliases={4: 0, 5: 1},
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="decode_attention",
-    )(positions.astype(jnp.int32), *tables, qkv.reshape(batch, rows, heads + 2 * groups, size), keys, values)
+    )(positions.astype(jnp.int32), *tables, qkv.reshape(batch, rows, -1, size), keys, values, *(norms or ()))
     mixed = _combine(mixed, *weights).astype(qkv.dtype) if weights else mixed
     return mixed.reshape(batch, rows, heads * size), keys, values
 
@@ -103,6 +107,7 @@ def _specs(steps: int, rows: int, sizes: tuple[int, int, int], slots: int) -> di
         "qkv": pl.BlockSpec((None, rows, heads + 2 * groups, size), lambda b, g, n: (b, 0, 0, 0)),
         "keys": pl.BlockSpec((None, None, size, slots), lambda b, g, n: (b, g, 0, 0)),
         "values": pl.BlockSpec((None, None, slots, size), lambda b, g, n: (b, g, 0, 0)),
+        "gamma": pl.BlockSpec((size,), lambda b, g, n: (0,)),
         "sums": pl.BlockSpec((None, None, rows, ratio, size), lambda b, g, n: (n, b, 0, g, 0)),
         "weights": pl.BlockSpec((None, None, rows, ratio), lambda b, g, n: (n, b, 0, g)),
     }
@@ -132,21 +137,22 @@ def _kernel(
     qkv_ref: Ref,
     keys_ref: Ref,
     values_ref: Ref,
-    new_keys_ref: Ref,
-    new_values_ref: Ref,
-    sums_ref: Ref,
-    *weight_refs: Ref,
-    sizes: tuple[int, int, int],
+    *rest: Ref,
+    form: AttentionForm,
     shares: int,
 ) -> None:
-    """Run one program on the array parts that `_specs` assigns to it."""
-    heads, groups, size = sizes
+    """Run one program on the array parts that `_specs` assigns to it. The results are the last of `rest`."""
+    heads, groups, size, eps, causal = form
+    gammas, results = rest[: -(5 if shares > 1 else 3)], rest[-(5 if shares > 1 else 3) :]
+    new_keys_ref, new_values_ref, sums_ref, *weight_refs = results
+    q_norm, k_norm = (_Norm(gamma, eps) for gamma in gammas) if gammas else (None, None)
     steps, ratio, slots = positions_ref.shape[0], heads // groups, keys_ref.shape[1]
     group, share, start = pl.program_id(1), pl.program_id(2), positions_ref[0]
     rows = jnp.arange(max(MAX_TOKENS, pl.next_power_of_2(qkv_ref.shape[0] * ratio)))
     row_steps, row_heads, real = rows // ratio, rows % ratio, rows < steps * ratio
     tables = cos_ref, sin_ref
-    q = [part.astype(qkv_ref.dtype) for part in _rotated(qkv_ref, tables, row_steps, group * ratio + row_heads, real)]
+    rotated = _rotated(qkv_ref, tables, row_steps, group * ratio + row_heads, real, q_norm)
+    q = [part.astype(qkv_ref.dtype) for part in rotated]
 
     filled, block = jnp.minimum(start, slots), _BLOCK // size
     num_blocks = pl.cdiv(filled, block)
@@ -158,9 +164,9 @@ def _kernel(
     def finish(sums: _Sums) -> _Sums:
         """Add and write the new tokens."""
         at = jnp.arange(MAX_TOKENS)
-        k, v = _new_tokens(qkv_ref, tables, steps, heads + group, heads + groups + group)
+        k, v = _new_tokens(qkv_ref, tables, steps, (heads + group, heads + groups + group), k_norm)
         _write(new_keys_ref, new_values_ref, k, v, start, (at < steps) & (start >= 0) & (start + steps <= slots))
-        return _add(q, k, v, at[None, :] <= row_steps[:, None], sums)
+        return _add(q, k, v, at[None, :] <= row_steps[:, None] if causal else (at < steps)[None, :], sums)
 
     sums = cast(_Sums, lax.cond(share == shares - 1, finish, lambda sums: sums, sums)) if shares > 1 else finish(sums)
     total = sums.total if shares > 1 else sums.total / sums.weight[:, None]
@@ -185,16 +191,34 @@ def _halves(ref: Ref, steps: Array, heads: Array, real: Array) -> list[Array]:
     return [_tokens(ref, steps, heads, part * half + jnp.arange(half), real).astype(jnp.float32) for part in (0, 1)]
 
 
-def _rotated(ref: Ref, tables: tuple[Ref, Ref], steps: Array, heads: Array, real: Array) -> tuple[Array, Array]:
-    """Rotate as `jspec.models.rope.rotate` does, and return the two halves in float32."""
+class _Norm(NamedTuple):
+    """A norm of each head, as `jspec.models.layers.RMSNorm` computes it."""
+
+    gamma: Ref
+    eps: float
+
+    def __call__(self, halves: list[Array], dtype: DTypeLike) -> list[Array]:
+        half = self.gamma.shape[0] // 2
+        squares = sum(jnp.sum(part * part, axis=1) for part in halves) / self.gamma.shape[0]
+        scale = lax.rsqrt(squares + self.eps)[:, None]
+        gammas = [self.gamma[pl.ds(part * half, half)].astype(jnp.float32)[None, :] for part in (0, 1)]
+        normed = [(part * scale).astype(dtype).astype(jnp.float32) for part in halves]
+        return [(g * part).astype(dtype).astype(jnp.float32) for g, part in zip(gammas, normed, strict=True)]
+
+
+def _rotated(
+    ref: Ref, tables: tuple[Ref, Ref], steps: Array, heads: Array, real: Array, norm: _Norm | None
+) -> tuple[Array, Array]:
+    """Norm, rotate as `jspec.models.rope.rotate` does, and return the two halves in float32."""
     where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
     cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
-    first, second = _halves(ref, steps, heads, real)
+    halves = _halves(ref, steps, heads, real)
+    first, second = halves if norm is None else norm(halves, ref.dtype)
     return first * cos - second * sin, second * cos + first * sin
 
 
 def _new_tokens(
-    ref: Ref, tables: tuple[Ref, Ref], count: int, key_head: Array, value_head: Array
+    ref: Ref, tables: tuple[Ref, Ref], count: int, key_and_value_head: tuple[Array, Array], norm: _Norm | None
 ) -> tuple[list[Array], Array]:
     """Return this pass's keys, as two halves ``[D / 2, MAX_TOKENS]``, and values ``[MAX_TOKENS, D]``.
 
@@ -202,8 +226,8 @@ def _new_tokens(
     in the token's key, where the mask removes it.
     """
     steps = jnp.arange(MAX_TOKENS)
-    real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in (key_head, value_head))
-    rotated, halves = _rotated(ref, tables, steps, keys, real), _halves(ref, steps, values, real)
+    real, (keys, values) = steps < count, (jnp.full_like(steps, head) for head in key_and_value_head)
+    rotated, halves = _rotated(ref, tables, steps, keys, real, norm), _halves(ref, steps, values, real)
     k = [jnp.where(_finite(v), k, jnp.nan).astype(ref.dtype).T for k, v in zip(rotated, halves, strict=True)]
     v = _tokens(ref, steps, values, jnp.arange(ref.shape[2]), real)
     return k, jnp.where(_finite(v), v, 0)

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jspec.core.devices import is_before_ampere
 from jspec.core.sharding import vary_like
 from jspec.core.types import PyTree
-from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS
+from jspec.models.kernels import HEAD_SIZES, MAX_NORMS, MAX_QUERIES, MAX_ROWS, MAX_TOKENS, AttentionForm
 from jspec.models.kernels.cpu import log_sum_exp as cpu_log_sum_exp
 from jspec.models.kernels.cpu import masked_attention as cpu_attention
 from jspec.models.kernels.cpu import native, product
@@ -55,14 +55,21 @@ def attention(
     keys: Array,
     values: Array,
     positions: Array,
-    sizes: tuple[int, int, int],
+    form: AttentionForm | tuple[int, int, int],
+    norms: tuple[Array, ...] = (),
 ) -> tuple[Array, Array, Array]:
-    """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`."""
-    heads, groups, size = sizes
+    """Run `decode_attention` if it supports the arguments and platform, else `otherwise`. See `_choose`.
+
+    Args:
+        norms: the weights of the norms of queries and keys, if there are any.
+    """
+    form = AttentionForm.of(form)
+    heads, groups, size, *_ = form
     rows = qkv.shape[1] * heads // groups
     small = positions.shape[1] <= MAX_TOKENS and rows <= MAX_ROWS and size in HEAD_SIZES
-    suits = small and qkv.dtype == keys.dtype == jnp.bfloat16
-    return _choose(_attention_p, suits, otherwise, (qkv, tables, keys, values, positions), sizes=sizes)
+    suits = small and all(array.dtype == jnp.bfloat16 for array in (qkv, keys, *norms))
+    inputs = qkv, tables, keys, values, positions, *norms
+    return _choose(_attention_p, suits, otherwise, inputs, form=form)
 
 
 def project_add_norm(
@@ -134,11 +141,19 @@ def _elsewhere(*leaves: Array, otherwise: Callable[..., Results], tree: Hashable
     return otherwise(*jax.tree.unflatten(tree, leaves), **dict(options))
 
 
-def _attend_on_gpu(*arguments: PyTree, sizes: tuple[int, int, int]) -> tuple[Array, Array, Array]:
+def _attend_on_gpu(
+    qkv: Array,
+    tables: tuple[Array, Array],
+    keys: Array,
+    values: Array,
+    positions: Array,
+    *norms: Array,
+    form: AttentionForm,
+) -> tuple[Array, Array, Array]:
     from jspec.models.kernels.decode_attention import decode_attention
 
     with jax.enable_x64(False):  # a kernel keeps the types that it was written for
-        return decode_attention(*arguments, sizes=sizes)
+        return decode_attention(qkv, tables, keys, values, positions, form, cast("tuple[Array, Array]", norms) or None)
 
 
 def _norm_on_gpu(*arguments: Array, eps: float) -> tuple[Array, Array]:
@@ -255,12 +270,10 @@ def _attended(
     sin: "ShapedArray",
     keys: "ShapedArray",
     values: "ShapedArray",
-    positions: "ShapedArray",
-    *,
-    sizes: tuple[int, int, int],
+    *others: "ShapedArray",
+    form: AttentionForm,
 ) -> "tuple[ShapedArray, ...]":
-    heads, _, size = sizes
-    return qkv.update(shape=(*qkv.shape[:2], heads * size)), keys, values
+    return qkv.update(shape=(*qkv.shape[:2], form.heads * form.size)), keys, values
 
 
 def _normed(
