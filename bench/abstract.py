@@ -16,7 +16,7 @@ from bench import pairs
 from convert.config import LlamaConfig
 from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN
 from jspec.models.llama import matrices, set_parts

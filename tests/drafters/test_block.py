@@ -77,17 +77,22 @@ def test_loaded_drafter_matches_torch(report, tmp_path, name):
     state, view = drafter.init(jnp.asarray(tokens), 12, signals), TargetView(target, target.new_cache(3, 1), 1)
     context = Context(jnp.asarray(tokens), jnp.asarray(lengths), zeros, None, None, view, V)
     found, carry = drafter.begin(state, context, Tree.chain(k))
-    found = [found]
+    found, estimates = [found], [drafter.acceptance(carry, found)]
     for depth in range(1, k):
         following, carry = drafter.extend(carry, jnp.asarray(forced[:, depth - 1 : depth]), Level(depth), context)
         found.append(following[:, 0])
+        estimates.append(drafter.acceptance(carry, following[:, 0]))
     drafted, worst = [1, 2, 4, 6, 7] if "d2t" in weights else list(range(V)), 0.0
     for row, length in enumerate(lengths):
         given = [torch_tensor(states[row, : length - 1, i]) for i in layers]
-        expected = reference.logits(given, [tokens[row, length - 1], *forced[row, :-1]]).numpy()
+        before = [tokens[row, length - 1], *forced[row, :-1]]
+        expected = reference.logits(given, before).numpy()
         ours = np.stack([one[row] for one in found])
         assert np.isneginf(np.delete(ours, drafted, axis=1)).all()
         worst = max(worst, np.abs(ours[:, drafted] - expected).max())
+        if raw.get("enable_confidence_head"):
+            ours = np.stack([one[row] for one in estimates])
+            worst = max(worst, np.abs(ours - reference.acceptance(given, before).numpy()).max())
     report(max_error=worst)
     assert worst < 1e-4
 

@@ -1,6 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 """A drafter that predicts a block of tokens in one pass, and corrects each by the token before it."""
 
+import dataclasses
 from pathlib import Path
 from typing import Self
 
@@ -44,12 +45,15 @@ class _Drafting:
         hidden: ``[B, K, E]``, the states of the rows that predict the draft tokens.
         logits: ``float32[B, K, D]``, these rows' logits without the Markov head.
         markov: ``[B, S, r]``, the Markov head's states at the last level.
+        acceptance: ``float32[B, S]``, the confidence head's estimates for the tokens after the last level; None without
+            a confidence head.
     """
 
     read: _Read
     hidden: Array
     logits: Array
     markov: Array
+    acceptance: Array | None = None
 
 
 @pytree
@@ -151,21 +155,33 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         tokens = jnp.pad(last, ((0, 0), (0, rows - 1)), constant_values=config.mask_id)
         hidden = block.forward(tokens, state.cache, context.lengths - 1, target)[:, first : first + depth]
         logits = block.logits(hidden, target)
-        read = _Read(state.cache, context.lengths)
-        if block.markov_head is None:
-            return block.spread(logits[:, :1])[:, 0], _Drafting(read, hidden, logits, hidden[:, :1, :0])
-        markov = block.markov_head.initial(len(last))
-        correction, markov = block.markov_head(markov, last, hidden[:, :1])
-        return block.spread(logits[:, :1] + correction)[:, 0], _Drafting(read, hidden, logits, markov)
+        markov = hidden[:, :1, :0] if block.markov_head is None else block.markov_head.initial(len(last))
+        carry = _Drafting(_Read(state.cache, context.lengths), hidden, logits, markov)
+        following, carry = self._after(carry, last, logits[:, :1], hidden[:, :1], markov)
+        return following[:, 0], carry
 
     def extend(self, carry: _Drafting, tokens: Array, level: Level, context: Context) -> tuple[Array, _Drafting]:
+        logits, hidden = (at_depth(rows, level, tokens) for rows in (carry.logits, carry.hidden))
+        return self._after(carry, tokens, logits, hidden, level.of_parents(carry.markov))
+
+    def _after(
+        self, carry: _Drafting, tokens: Array, logits: Array, hidden: Array, markov: Array
+    ) -> tuple[Array, _Drafting]:
+        """Return the logits ``[B, S, V]`` after ``tokens[B, S]``, and the carry.
+
+        `logits` and `hidden` are those of the rows that predict the next tokens, and `markov` holds the Markov head's
+        states before `tokens`.
+        """
         block = self._block
-        logits, markov = at_depth(carry.logits, level, tokens), carry.markov
         if block.markov_head is not None:
-            hidden = at_depth(carry.hidden, level, tokens)
-            correction, markov = block.markov_head(level.of_parents(markov), tokens, hidden)
+            correction, markov = block.markov_head(markov, tokens, hidden)
             logits = logits + correction
-        return block.spread(logits), _Drafting(carry.read, carry.hidden, carry.logits, markov)
+        acceptance = block.acceptance(hidden, tokens)
+        return block.spread(logits), dataclasses.replace(carry, markov=markov, acceptance=acceptance)
+
+    def acceptance(self, carry: _Drafting, logits: Array) -> Array:
+        """Return the confidence head's estimate if there is one. Without it, see `AutoregressiveDrafter.acceptance`."""
+        return super().acceptance(carry, logits) if carry.acceptance is None else carry.acceptance[:, 0]
 
     def end(self, carry: _Drafting) -> _Read:
         return carry.read
