@@ -133,6 +133,27 @@ def test_drafter_for_another_target_is_refused(prompts, sizes, found):
         jspec.speculative_generate(toys.tiny_llama(0, layers, **sizes), drafter, *prompts([4], vocab_size=V), **FEW)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["dflash", "few tokens"])
+def test_quantised_target_is_drafted_for(report, prompts, name, kind):
+    """The drafter reads the quantised target's states, and uses its embedding and head."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    target, batch = jspec.quantize(toys.tiny_llama(0, 3, **sizes), kind), prompts([5, 1, 3], vocab_size=V)
+    drafter, options = blocks.drafter(target, **KINDS[name]), {"max_new_tokens": 20}
+    plain = jspec.generate(target, *batch, **options)
+    out = jspec.speculative_generate(target, drafter, *batch, num_draft_tokens=4, accept="coupled", **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    report(accepted=int(out.stats.accepted.sum()))
+    assert out.stats.accepted.sum() > 0
+
+
+def test_block_is_not_quantised():
+    for drafter in (blocks.block(TARGET), blocks.drafter(TARGET)):
+        with pytest.raises(TypeError, match=r"cannot be quantised; pass a jspec\.Llama"):
+            jspec.quantize(drafter)
+
+
 def test_wrong_block_is_refused(prompts):
     with pytest.raises(TypeError, match="pass a jspec"):
         jspec.speculative_generate(TARGET, BlockDrafter(TARGET), *prompts([4], vocab_size=V), **FEW)
