@@ -15,11 +15,13 @@ from jspec.core.probs import foreseen
 from jspec.core.sampling import token_probs
 from jspec.core.tree import Level, Tree
 from jspec.drafters.base import Context, TargetView
+from jspec.drafters.draft_length import DEFAULT
 from jspec.drafters.heads.block_module import Block
 from jspec.drafters.signals import PromptSignals
 from jspec.drafters.trees.dynamic import _SHARPNESS
-from support import blocks, toys
+from support import blocks, drafters, toys
 from support.block_checks import features_of
+from support.matrix import check_texts, pair, text_p_values
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 TARGET, V, DEPTH, NODES = toys.tiny_llama(0, 3), 8, 3, 7
@@ -114,3 +116,10 @@ def test_layers_run_once_per_tree(monkeypatch, kind):
         state = jax.eval_shape(functools.partial(tree.init, num_slots=32, signals=signals), text)
         jax.eval_shape(lambda state, tree=tree: tree.propose(state, context, DEPTH), state)
         assert calls == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_three_tokens_have_target_joint_distribution(report, rule):
+    drafter = jspec.TreeDrafter(drafters.make("block with corrections", *pair()), Tree((0, 0, 1, 2)))
+    check_texts(report, text_p_values(drafter, rule, 8_192, DEFAULT), 8_192, 2)
