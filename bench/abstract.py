@@ -17,7 +17,7 @@ from convert.config import LlamaConfig
 from convert.heads.block.config import BlockConfig
 from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.heads.block_module import Block
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN

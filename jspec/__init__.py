@@ -41,7 +41,14 @@ if TYPE_CHECKING:
         TreeDrafter,
         UnigramDrafter,
     )
-    from jspec.drafters.draft_length import ByAcceptance, ByConfidence, Heuristic, UpTo, WhileConfident
+    from jspec.drafters.draft_length import (
+        ByAcceptance,
+        ByConfidence,
+        ByEstimatedAcceptance,
+        Heuristic,
+        UpTo,
+        WhileConfident,
+    )
     from jspec.generation.complete import Completion, complete
     from jspec.generation.generate import generate, speculative_generate
     from jspec.generation.rollout import Rollout
@@ -68,6 +75,7 @@ __all__ = [
     "BlockwiseDrafter",
     "ByAcceptance",
     "ByConfidence",
+    "ByEstimatedAcceptance",
     "CascadeDrafter",
     "Completion",
     "DynamicTreeDrafter",
@@ -132,6 +140,7 @@ __all__ = [
 _HOMES = {
     "ByAcceptance": "jspec.drafters.draft_length",
     "ByConfidence": "jspec.drafters.draft_length",
+    "ByEstimatedAcceptance": "jspec.drafters.draft_length",
     "Heuristic": "jspec.drafters.draft_length",
     "UpTo": "jspec.drafters.draft_length",
     "WhileConfident": "jspec.drafters.draft_length",

@@ -139,6 +139,8 @@ def _propose(
             unread=k + 1 if replaces else 2,
         )
         budget = draft_length.budget(state.draft_length, batch)
+        if budget is None and draft_length.needs_estimates:
+            budget = k
         if budget is not None:
             budget = jnp.where(state.done, 0, jnp.clip(budget, 0, k))
             context = dataclasses.replace(

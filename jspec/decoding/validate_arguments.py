@@ -29,7 +29,7 @@ from jspec.decoding.validate_positions import check_positions
 from jspec.decoding.validate_sampling import check_sampling
 from jspec.drafters.base import Drafter, kind_of
 from jspec.drafters.capabilities import embeddings_of, features_of, has_confidence
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from jspec.models.llama import Llama
 
 
@@ -211,7 +211,7 @@ def _check_draft_length(num_draft_tokens: object, drafter: Drafter[PyTree] | Non
             f"{kind_of(drafter)} has embeddings, which need drafts of one length; use a number instead of "
             f"{kind}, or a tree."
         )
-    if (length.needs_confidence or length.may_skip) and not has_confidence(drafter):
+    if length.needs_estimates and not has_confidence(drafter):
         raise ValueError(
             f"{kind} needs the draft's confidence in each token, which {kind_of(drafter)} does not provide; "
             "use it with a model or another jspec.drafters.AutoregressiveDrafter, or use "

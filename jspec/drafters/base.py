@@ -169,7 +169,10 @@ class Drafter(Generic[State]):
 
     @default
     def has_confidence(self) -> bool:
-        """Whether the drafter can report its confidence in its draft tokens, as some draft lengths require."""
+        """Whether the drafter can report its confidence in its draft tokens, as some draft lengths require.
+
+        If so, `propose` calls the methods of ``context.draft_length`` that decide where a draft ends.
+        """
         return self.is_token_by_token
 
     @default

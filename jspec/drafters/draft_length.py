@@ -1,4 +1,3 @@
-# pyright: reportIncompatibleVariableOverride=false
 """The number of tokens to draft per round: a fixed number, or a number chosen for each row and round.
 
 A mask gives rows different lengths: a token beyond a row's budget has an all-zero distribution, which no rule accepts.
@@ -14,13 +13,12 @@ token exactly where the draft was unsure.
 """
 
 import dataclasses
-import operator
-from typing import ClassVar, Protocol, SupportsIndex, cast
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.core.types import Adapter, PyTree, check_between, check_count
+from jspec.core.types import PyTree, check_between, check_count
 from jspec.drafters.declared import default
 
 
@@ -28,12 +26,14 @@ class DraftLength:
     """A policy that decides how many tokens to draft. It is hashable, because it is part of the compiled program.
 
     A policy defines `max_draft_tokens` and `budget`. By default it has no state and needs no confidence. A policy that
-    does not derive from this class must define every attribute and method except `should_draft`.
+    does not derive from this class must define every attribute and method except `should_draft` and `is_worthwhile`.
+
+    Only a `jspec.drafters.AutoregressiveDrafter`, or a `jspec.FallbackDrafter` that contains one, can call
+    `should_draft`, `is_worthwhile` and `continues`.
 
     Attributes:
         max_draft_tokens: K, the largest number of tokens in a draft. It determines array shapes.
-        needs_confidence: whether to call `continues`. Only a `jspec.drafters.AutoregressiveDrafter`, or a
-            `jspec.FallbackDrafter` that contains one, can call it.
+        needs_confidence: whether to call `continues`.
     """
 
     max_draft_tokens: int
@@ -43,6 +43,16 @@ class DraftLength:
     def may_skip(self) -> bool:
         """Whether to call `should_draft`: True if the policy defines it."""
         return type(self).should_draft is not DraftLength.should_draft
+
+    @default
+    def needs_acceptance(self) -> bool:
+        """Whether to call `is_worthwhile`: True if the policy defines it."""
+        return type(self).is_worthwhile is not DraftLength.is_worthwhile
+
+    @property
+    def needs_estimates(self) -> bool:
+        """Whether to call `should_draft`, `is_worthwhile` or `continues`."""
+        return self.needs_confidence or self.may_skip or self.needs_acceptance
 
     def init(self, batch: int) -> PyTree:
         """Return the state before the first round, a pytree."""
@@ -61,6 +71,19 @@ class DraftLength:
         `confidence` ``[B]`` is the probability of the most likely first token, because no token has been drawn yet.
         """
         return jnp.ones(confidence.shape, bool)
+
+    def is_worthwhile(self, state: PyTree, num_drafted: Array | int, expected: Array, survival: Array) -> Array:
+        """Return whether to draft one more token, ``bool[B]``, before it is drawn.
+
+        Args:
+            state: the state of the policy.
+            num_drafted: k, the number of draft tokens so far.
+            expected: ``float32[B]``, the expected number of tokens of this round if the draft ends here:
+                ``1 + S_1 + ... + S_k``, where S_i is the estimated probability that the first i draft tokens are
+                accepted. See `jspec.drafters.AutoregressiveDrafter.acceptance`.
+            survival: ``float32[B]``, S_{k + 1}.
+        """
+        return jnp.ones(survival.shape, bool)
 
     def continues(self, state: PyTree, confidence: Array) -> Array:
         """Return whether to draft one more token, ``bool[B]``.
@@ -238,6 +261,38 @@ class ByAcceptance(AtMost):
         return accepted, judged
 
 
+@dataclasses.dataclass(frozen=True)
+class ByEstimatedAcceptance(AtMost):
+    """A policy that drafts a token if, by the drafter's estimate, it increases the number of tokens per unit of time.
+
+    Let S_i be the estimated probability that the first i draft tokens are accepted, and c the `cost_ratio`. A round
+    with k draft tokens is expected to yield ``1 + S_1 + ... + S_k`` tokens, and costs as much as ``1 + k c`` plain
+    decoding steps (Leviathan et al. 2023, theorem 3.8, with a probability for each token in place of a single rate).
+    Draft token k is drafted if it increases their ratio. Otherwise, the draft ends. If token 1 does not increase the
+    ratio, nothing is drafted.
+
+    The estimates are those of `jspec.drafters.AutoregressiveDrafter.acceptance`. A `jspec.drafters.BlockDrafter` with
+    a confidence head uses this head (DSpark, arXiv 2607.05147).
+
+    S_k depends only on the tokens before draft token k, and the decision precedes the draw. Given these tokens, a draft
+    token is therefore either always verified or never drawn, and every exact rule stays exact. A decision that also
+    depended on token k, or on later ones, would discard drawn tokens and bias the output.
+
+    Attributes:
+        cost_ratio: the cost of one more draft token, including its row in verification, as a fraction of the cost of
+            one plain decoding step.
+    """
+
+    cost_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("cost_ratio", self.cost_ratio, 0, 1000)
+
+    def is_worthwhile(self, state: PyTree, num_drafted: Array | int, expected: Array, survival: Array) -> Array:
+        return survival * (1 + num_drafted * self.cost_ratio) > expected * self.cost_ratio
+
+
 def _judged(drafted: Array, accepted: Array) -> Array:
     """Return the number of draft tokens that a round verified: the accepted ones, plus the rejected one if any."""
     return accepted + (accepted < drafted).astype(jnp.int32)
@@ -260,74 +315,3 @@ def compiled_lengths(draft_length: DraftLength) -> tuple[int, ...]:
 def doubling(largest: int) -> tuple[int, ...]:
     """Return the powers of two below `largest`, and `largest`."""
     return (*(1 << i for i in range((largest - 1).bit_length())), largest)
-
-
-class _Length(Protocol):
-    """A policy that does not derive from `DraftLength`."""
-
-    @property
-    def max_draft_tokens(self) -> int: ...
-
-    @property
-    def needs_confidence(self) -> bool: ...
-
-    def init(self, batch: int) -> PyTree: ...
-
-    def budget(self, state: PyTree, batch: int) -> Array | None: ...
-
-    def continues(self, state: PyTree, confidence: Array) -> Array: ...
-
-    def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree: ...
-
-
-class _Skipper(Protocol):
-    """The optional method of a draft length."""
-
-    def should_draft(self, state: PyTree, confidence: Array) -> Array: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class _DuckLength(DraftLength, Adapter):
-    """The adapter around a policy that does not derive from `DraftLength`."""
-
-    length: _Length
-
-    @property
-    def original(self) -> object:
-        return self.length
-
-    @property
-    def max_draft_tokens(self) -> int:
-        return self.length.max_draft_tokens
-
-    @property
-    def needs_confidence(self) -> bool:
-        return self.length.needs_confidence
-
-    @property
-    def may_skip(self) -> bool:
-        return hasattr(self.length, "should_draft")
-
-    def init(self, batch: int) -> PyTree:
-        return self.length.init(batch)
-
-    def budget(self, state: PyTree, batch: int) -> Array | None:
-        return self.length.budget(state, batch)
-
-    def should_draft(self, state: PyTree, confidence: Array) -> Array:
-        return cast(_Skipper, self.length).should_draft(state, confidence)
-
-    def continues(self, state: PyTree, confidence: Array) -> Array:
-        return self.length.continues(state, confidence)
-
-    def update(self, state: PyTree, drafted: Array, accepted: Array) -> PyTree:
-        return self.length.update(state, drafted, accepted)
-
-
-def as_draft_length(num_draft_tokens: object) -> DraftLength:
-    """Return `num_draft_tokens`, a number or a policy, as a `DraftLength`."""
-    if isinstance(num_draft_tokens, DraftLength):
-        return num_draft_tokens
-    if isinstance(num_draft_tokens, SupportsIndex):
-        return Fixed(operator.index(num_draft_tokens))
-    return _DuckLength(cast(_Length, num_draft_tokens))

@@ -12,7 +12,8 @@ from jspec.decoding.validate_arguments import as_arrays, check_arguments, check_
 from jspec.decoding.validate_sampling import check_top
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.drafters.base import DraftSource
-from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
+from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.llama import Llama
 from jspec.tuning.tune import best_number

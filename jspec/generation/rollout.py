@@ -16,7 +16,8 @@ from jspec.decoding.validate_arguments import as_array, as_arrays, as_settings, 
 from jspec.decoding.validate_tree import number_of_drafts
 from jspec.decoding.validate_turns import check_appended, check_start, check_turn
 from jspec.drafters.base import DraftSource, is_user_defined
-from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed, as_draft_length
+from jspec.drafters.draft_length import DEFAULT, DraftLength, Fixed
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.llama import Llama
 

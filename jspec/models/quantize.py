@@ -1,3 +1,4 @@
+# pyright: reportUnnecessaryIsInstance=false
 """Quantisation of weights to int8 or int4, in the form that suits a device.
 
 Decoding reads all weights at every pass, so their size in bytes determines its cost. A draft model can be rounded
@@ -57,9 +58,12 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
         kind: "int8" or "int4".
 
     Raises:
+        TypeError: `model` is not a Llama.
         ValueError: `kind` is unknown, or is "int4" and the number of inputs of a matrix is not a multiple of 32, or a
             group would span two devices; or a weight is not finite.
     """
+    if not isinstance(model, Llama):
+        raise TypeError(f"model is of type {type(model).__name__}, which cannot be quantised; pass a jspec.Llama.")
     model = quantized_copy(model, kind, model.dtype)
     formats = {part.format for part in all_parts(model)}
     model.quantized = "int4" if formats <= {"int4", _FORMATS["int4"]} else kind

@@ -175,12 +175,7 @@ def _predict(
         markov = jnp.broadcast_to(markov, (*before.shape, markov.shape[-1]))
         correction, markov = head(markov, before, hidden)
         logits += correction
-    if block.confidence_head is None:
-        return logits, None, markov
-    read = [hidden]
-    if head is not None and block.config.confidence == "state and token":
-        read.append(head.markov_w1(before).astype(hidden.dtype))
-    return logits, block.confidence_head(jnp.concatenate(read, axis=-1))[..., 0].astype(jnp.float32), markov
+    return logits, block.confidence(hidden, before), markov
 
 
 def _take(rows: Array, places: Array) -> Array:

@@ -165,7 +165,9 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
             "vocabulary afterwards."
         )
     if isinstance(drafter, ModelDrafter) and drafter.model.quantized is not None:
-        raise ValueError(f"The drafter is {drafter.model.quantized} and cannot be trained; load it without quantising.")
+        raise _quantized(drafter.model.quantized)
+    if isinstance(drafter, BlockDrafter):
+        _check_block(drafter)
     length = {} if own_tree(drafter) else {"num_draft_tokens": depth}
     decode = functools.partial(speculative_generate, max_new_tokens=1, **length)
     prompt, keys = (
@@ -173,6 +175,21 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
         jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1)),
     )
     jax.eval_shape(decode, target, drafter, prompt, jax.ShapeDtypeStruct((1,), jnp.int32), keys)
+
+
+def _check_block(drafter: BlockDrafter) -> None:
+    """Raise ValueError unless training supports every part of a block drafter."""
+    config, quantized = drafter.block.config, drafter.block.quantized
+    if quantized is not None:
+        raise _quantized(quantized)
+    lacking = {"DFlash2's convolutions and selector": config.dflash2, "layers with windows": config.windows}
+    for name, part in lacking.items():
+        if part:
+            raise ValueError(f"The block drafter has {name}, which cannot be trained; use a drafter without them.")
+
+
+def _quantized(kind: str) -> ValueError:
+    return ValueError(f"The drafter is {kind} and cannot be trained; load it without quantising.")
 
 
 def of_eagle(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> EagleDrafter:

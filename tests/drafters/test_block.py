@@ -14,17 +14,14 @@ import jspec
 from convert.heads.block.config import DFlash2Config, MarkovConfig
 from convert.heads.block.write_config import FORMATS
 from convert.heads.files import kind_of
-from jspec.core.tree import Level, Tree
+from jspec.core.tree import Tree
 from jspec.drafters import BlockDrafter
-from jspec.drafters.base import Context, TargetView
 from jspec.drafters.draft_length import DEFAULT
-from jspec.drafters.signals import PromptSignals
 from jspec.models.layers import copy_tree
 from jspec.models.llama import matrices, set_weight
 from jspec.models.matrix_parts import widen
-from support import block_checkpoints, blocks, heads, toys
+from support import block_checkpoints, block_checks, blocks, heads, toys
 from support.block_checkpoints import CONFIGS, DFLASH2, FULL, SIZES, SLIDING, WINDOWS, without
-from support.head_rounds import rounds
 from support.matrix import check_texts, pair, text_p_values
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -50,52 +47,11 @@ TREES = {
 FEW = {"max_new_tokens": 4}
 
 
-def torch_tensor(value):
-    import torch  # not installed wherever the tests run
-
-    return torch.tensor(np.array(value))
-
-
-def features_of(block, tokens):
-    """Return the target's hidden states at ``tokens[B, S]`` that `block` reads."""
-    batch, size = tokens.shape
-    zeros = jnp.zeros(batch, jnp.int32)
-    return TARGET.forward_with_features(tokens, TARGET.new_cache(batch, size), zeros, block.config.features)[1]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_loaded_drafter_matches_torch(report, tmp_path, name):
     """A teacher-forced chain after sequences of different lengths, one of them a single token."""
     pytest.importorskip("torch")
-    from support.block_torch import Reference
-
-    raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
-    weights = block_checkpoints.write(tmp_path / "drafter", raw)
-    assert kind_of(tmp_path / "drafter") == "block"
-    drafter = BlockDrafter.load(tmp_path / "drafter", target, jnp.float32)
-    own = [np.array(module.weight[...].T) for module in (target.embed_tokens, target.lm_head)]
-    reference, k = Reference(raw, weights, *own, np.array(target.norm.weight[...])), drafter.max_chain_length
-    rng, lengths = np.random.default_rng(0), np.array([7, 1, 4])
-    tokens, forced = rng.integers(V, size=(3, 8)), rng.integers(V, size=(3, k))
-    zeros, layers = jnp.zeros(3, jnp.int32), range(4)
-    states = target.forward_with_features(jnp.asarray(tokens), target.new_cache(3, 8), zeros, layers)[1]
-    signals = PromptSignals(states[:, :, list(drafter.features)], jnp.asarray(lengths), target)
-    state, view = drafter.init(jnp.asarray(tokens), 12, signals), TargetView(target, target.new_cache(3, 1), 1)
-    context = Context(jnp.asarray(tokens), jnp.asarray(lengths), zeros, None, None, view, V)
-    found, carry = drafter.begin(state, context, Tree.chain(k))
-    found = [found]
-    for depth in range(1, k):
-        following, carry = drafter.extend(carry, jnp.asarray(forced[:, depth - 1 : depth]), Level(depth), context)
-        found.append(following[:, 0])
-    drafted, worst = [1, 2, 4, 6, 7] if "d2t" in weights else list(range(V)), 0.0
-    for row, length in enumerate(lengths):
-        given = [torch_tensor(states[row, : length - 1, i]) for i in layers]
-        expected = reference.logits(given, [tokens[row, length - 1], *forced[row, :-1]]).numpy()
-        ours = np.stack([one[row] for one in found])
-        assert np.isneginf(np.delete(ours, drafted, axis=1)).all()
-        np.testing.assert_array_equal(np.isneginf(ours[:, drafted]), np.isneginf(expected))
-        likely = np.isfinite(expected)
-        worst = max(worst, np.abs(ours[:, drafted][likely] - expected[likely]).max())
+    worst = block_checks.reference_error(tmp_path / "drafter", name)
     report(max_error=worst)
     assert worst < 1e-4
 
@@ -105,6 +61,7 @@ def test_saved_drafter_is_the_loaded_one(tmp_path, name):
     """It keeps its fields and tensors in its own layout, and its function in any other that can hold it."""
     raw, target = CONFIGS[name], toys.tiny_llama(0, 3, rms_norm_eps=1e-5)
     weights = block_checkpoints.write(tmp_path / "drafter", raw)
+    assert kind_of(tmp_path / "drafter") == "block"
     drafter, saved = BlockDrafter.load(tmp_path / "drafter", target), 0
     for format in FORMATS:
         try:
@@ -137,28 +94,10 @@ def test_saved_drafter_is_the_loaded_one(tmp_path, name):
 def test_cache_matches_target_states_of_text(prompts, kind, tree):
     """This holds with rejected draft tokens, row ends and limits, and from one-token prompts on."""
     wrap, length, rule = TREES[tree]
-    block = blocks.block(TARGET, **KINDS[kind])
-    batch = prompts([5, 1, 3, 9], vocab_size=V)
-
-    @jax.jit
-    def read_whole(tokens):
-        size = tokens.shape[1]
-        return block.read(features_of(block, tokens), block.new_cache(4, size), jnp.zeros(4, jnp.int32), TARGET)
-
-    accepted, before = 0, None
-    for state in rounds(TARGET, wrap(BlockDrafter(block)), batch, length, rule, [20, 7, 20, 1]):
-        inner = state.drafter if tree in ("chain", "varying") else state.drafter[0]
-        whole, found, lengths, done = jax.device_get((read_whole(state.tokens), inner, state.lengths, state.done))
-        for row in np.flatnonzero(~done):
-            assert found.lengths[row] == lengths[row]
-            for ours, expected in zip(found.cache.values, whole.values, strict=True):
-                end = lengths[row] - 1
-                np.testing.assert_allclose(ours[row, :, :end], expected[row, :, :end], atol=2e-5)
-            for ours, expected in zip(found.cache.keys, whole.keys, strict=True):
-                np.testing.assert_allclose(ours[row, ..., :end], expected[row, ..., :end], atol=2e-5)
-        accepted += 0 if before is None else int(np.maximum(lengths - before - 1, 0).sum())
-        before = lengths
-    assert accepted
+    block, batch = blocks.block(TARGET, **KINDS[kind]), prompts([5, 1, 3, 9], vocab_size=V)
+    inner = (lambda state: state) if tree in ("chain", "varying") else (lambda state: state[0])
+    error, accepted = block_checks.cache_error(TARGET, wrap(BlockDrafter(block)), block, inner, batch, length, rule)
+    assert error < 2e-5 and accepted
 
 
 @pytest.mark.parametrize(
@@ -230,6 +169,27 @@ def test_files_for_another_target_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=found):
             BlockDrafter.load(tmp_path, toys.tiny_llama(0, 3, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["dflash", "few tokens"])
+def test_quantised_target_is_drafted_for(report, prompts, name, kind):
+    """The drafter reads the quantised target's states, and uses its embedding and head."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    target, batch = jspec.quantize(toys.tiny_llama(0, 3, **sizes), kind), prompts([5, 1, 3], vocab_size=V)
+    drafter, options = blocks.drafter(target, **KINDS[name]), {"max_new_tokens": 20}
+    plain = jspec.generate(target, *batch, **options)
+    out = jspec.speculative_generate(target, drafter, *batch, num_draft_tokens=4, accept="coupled", **options)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    report(accepted=int(out.stats.accepted.sum()))
+    assert out.stats.accepted.sum() > 0
+
+
+def test_block_is_not_quantised():
+    for drafter in (blocks.block(TARGET), blocks.drafter(TARGET)):
+        with pytest.raises(TypeError, match=r"cannot be quantised; pass a jspec\.Llama"):
+            jspec.quantize(drafter)
 
 
 def test_wrong_block_is_refused(prompts):

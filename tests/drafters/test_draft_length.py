@@ -26,6 +26,7 @@ LENGTH_RULES = (
     jspec.ByAcceptance(3, cost_ratio=0.3),
     jspec.ByConfidence(3, acceptance=0.7),
     jspec.WhileConfident(3, 0.3, first=0.3),
+    jspec.ByEstimatedAcceptance(3, cost_ratio=0.4),
 )
 
 
@@ -37,13 +38,15 @@ JOINT_LAWS = (
     (jspec.Heuristic(2), "cascade", "rejection"),
     (jspec.ByAcceptance(2, cost_ratio=0.3), "early exit", "block"),
     (LENGTH_RULES[1], "mixture", "block"),
+    (LENGTH_RULES[6], "block with corrections", "block"),
+    (LENGTH_RULES[6], "fallback", "rejection"),
 )
 
 
 @pytest.mark.parametrize(("length", "name", "rule"), by_default(JOINT_LAWS, JOINT_LAWS[:4]), ids=str)
 def test_three_tokens_have_target_joint_distribution(report, length, name, rule):
     p_values = text_p_values(drafters.make(name, *pair()), rule, 8_192, length)
-    check_texts(report, p_values, 8_192, len(LENGTH_RULES) + 1)  # one rule is tested with two drafters
+    check_texts(report, p_values, 8_192, len(JOINT_LAWS))
 
 
 @pytree
@@ -275,12 +278,14 @@ def test_mistakes_are_reported(toy, prompts):
         (lambda: jspec.WhileConfident(4, first=-0.1), "first must be a number above 0 and at most 1; got -0.1"),
         (lambda: jspec.WhileConfident(4, first=None), "first must be a number above 0 and at most 1; got None"),
         (lambda: jspec.ByConfidence(4, 0), "acceptance must be a number above 0 and at most 1; got 0"),
+        (lambda: jspec.ByEstimatedAcceptance(4, 0), "cost_ratio must be a number above 0 and at most 1000; got 0"),
         (lambda: jspec.ByAcceptance(4, float("nan")), "cost_ratio must be a number above 0 and at most 1000; got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
     for length, message in (
         (jspec.WhileConfident(4), "the draft's confidence in each token, which NGramDrafter does"),
+        (jspec.ByEstimatedAcceptance(4), "the draft's confidence in each token, which NGramDrafter does"),
         (jspec.UpTo, r"an object such as jspec.UpTo\(8\)"),
         (SimpleNamespace(budget=1, max_draft_tokens=2), "which lacks needs_confidence, init"),
         (Loose(2), r"Loose\(max_draft_tokens=2\) is not hashable"),

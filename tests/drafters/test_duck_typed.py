@@ -20,7 +20,8 @@ from jspec.drafters import AutoregressiveDrafter, Stateless
 from jspec.drafters.base import Drafter, is_user_defined, kind_of
 from jspec.drafters.capabilities import num_top_tokens_of
 from jspec.drafters.chunked_prefill import begin, can_read, prefill_chunk
-from jspec.drafters.draft_length import DEFAULT, as_draft_length
+from jspec.drafters.draft_length import DEFAULT
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.model import as_drafter
 from jspec.generation.complete import default_draft_length
@@ -109,11 +110,11 @@ def test_former_name_of_num_top_tokens_works(make):
 
 
 def test_only_adapters_probe_for_missing_attributes():
-    names = (*OPTIONAL, "parts", "read", "extend", "branches", "independent", "should_draft")
+    names = (*OPTIONAL, "parts", "read", "extend", "branches", "independent", "should_draft", "is_worthwhile")
     probe = re.compile(rf'(get|has)attr\([^()]*"({"|".join(names)})"')
     root = Path(jspec.__file__).parent
     found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if probe.search(path.read_text("utf-8"))}
-    assert found == {"acceptance/base.py", "drafters/base.py", "drafters/draft_length.py", "drafters/duck_typed.py"}
+    assert found == {"acceptance/base.py", "drafters/base.py", "drafters/duck_length.py", "drafters/duck_typed.py"}
 
 
 def test_capabilities_follow_from_definitions():
@@ -251,6 +252,11 @@ class Choosy(Two):
         return confidence >= 2
 
 
+class Thrifty(Two):
+    def is_worthwhile(self, state, num_drafted, expected, survival):
+        return (num_drafted < 1) & (expected == 1) & (survival <= 1)
+
+
 def test_rule_and_length_may_be_duck_typed(prompts):
     batch, draft = prompts([4, 2], vocab_size=8), toys.tiny_llama(1, 1)
     run = functools.partial(jspec.speculative_generate, TARGET, draft, *batch, max_new_tokens=6)
@@ -258,6 +264,8 @@ def test_rule_and_length_may_be_duck_typed(prompts):
     np.testing.assert_array_equal(own.tokens, other.tokens)
     np.testing.assert_array_equal(own.stats.drafted, other.stats.drafted)
     assert not run(num_draft_tokens=Choosy()).stats.drafted.any()
+    thrifty = run(num_draft_tokens=Thrifty()).stats
+    np.testing.assert_array_equal(thrifty.drafted, thrifty.rounds)
     assert not as_rule(Always()).branches and not as_rule(Always()).independent
     assert as_rule(Branching()).branches and as_rule(Branching()).independent
     # Equal objects count as the same static argument, so they share one program.
@@ -277,6 +285,7 @@ def test_messages_name_the_users_class(prompts):
         (ValueError, "accept=Branching needs children", tree, {"accept": Branching()}),
         (TypeError, "num_draft_tokens is of type Lacks, which", tree.draft, {"num_draft_tokens": _lacks()}),
         (ValueError, "Choosy needs .* NGramDrafter does not", jspec.NGramDrafter(), {"num_draft_tokens": Choosy()}),
+        (ValueError, "Thrifty needs .* NGramDrafter does not", jspec.NGramDrafter(), {"num_draft_tokens": Thrifty()}),
     ):
         with pytest.raises(error, match=match):
             jspec.speculative_generate(TARGET, draft, *batch, max_new_tokens=2, **options)

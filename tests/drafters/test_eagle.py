@@ -15,7 +15,7 @@ from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
 from jspec.drafters import EagleDrafter
 from jspec.drafters.base import Context, TargetView
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from support import drafters, eagle_heads, toys
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.drafters.draft_length import as_draft_length, compiled_lengths
+from jspec.drafters.draft_length import compiled_lengths
+from jspec.drafters.duck_length import as_draft_length
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
         (jspec.Heuristic(8), (0, 1, 2, 4, 8)),
         (jspec.ByAcceptance(1), (0, 1)),
         (jspec.WhileConfident(3), (0, 1, 2, 3)),
+        (jspec.ByEstimatedAcceptance(8), (0, 1, 2, 4, 8)),
         (jspec.WhileConfident(3, first=0.5), (0, 3)),
         (as_draft_length(np.int64(8)), (8,)),
         (as_draft_length(0), (0,)),

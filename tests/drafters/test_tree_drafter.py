@@ -16,7 +16,17 @@ from support.matrix import check_texts, pair, ragged, text_p_values
 pytestmark = pytest.mark.usefixtures("quick_compile", "freed_programs")
 
 # Drafters that give the next token's distribution one token at a time, so that they can branch.
-BRANCHING = ("model", "unigram", "bigram", "retrieval", "early exit", "mixture", "few tokens")
+BRANCHING = (
+    "model",
+    "unigram",
+    "bigram",
+    "retrieval",
+    "early exit",
+    "mixture",
+    "few tokens",
+    "block",
+    "block with corrections",
+)
 # One has its own cache, and one has data for every branch. The others are as simple, or have both.
 FEW = ("model", "retrieval")
 MOST = by_default(BRANCHING, FEW)

@@ -17,8 +17,8 @@ from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
 from jspec.drafters import AutoregressiveDrafter, FallbackDrafter, HorizontalDrafter, MixtureDrafter, NGramDrafter
 from jspec.drafters.base import tree_of
-from jspec.drafters.draft_length import as_draft_length
 from jspec.drafters.drafts import one_hot_draft
+from jspec.drafters.duck_length import as_draft_length
 from support import toys
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

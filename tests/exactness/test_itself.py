@@ -16,7 +16,7 @@ import pytest
 
 import jspec
 from jspec.acceptance import RULES
-from jspec.core.types import ACCEPTED, BONUS, PADDING, pytree
+from jspec.core.types import ACCEPTED, BONUS, NO_DRAFT, PADDING, pytree
 from jspec.drafters import CascadeDrafter, EarlyExitDrafter, FallbackDrafter, MixtureDrafter, ModelDrafter, NGramDrafter
 from jspec.models.kv_cache import KVCache, visible, write
 from support import drafters
@@ -82,7 +82,15 @@ DRAFTERS = {
     "cascade": lambda target: CascadeDrafter(target, CascadeDrafter(target, NGramDrafter(2, 1), 1), 1),
     "fallback": lambda target: FallbackDrafter(NowAndThen(target), ModelDrafter(target)),
 }
-LENGTHS = (jspec.WhileConfident(K, 0.4), K, jspec.UpTo(K), jspec.Heuristic(K), jspec.ByAcceptance(K, 0.3))
+LENGTHS = (
+    jspec.WhileConfident(K, 0.4),
+    K,
+    jspec.UpTo(K),
+    jspec.Heuristic(K),
+    jspec.ByAcceptance(K, 0.3),
+    jspec.ByEstimatedAcceptance(K, 0.3),
+)
+CONFIDENT = jspec.WhileConfident | jspec.ByEstimatedAcceptance  # those that need the drafter's confidence
 BATCH = (
     np.random.default_rng(1).integers(VOCAB, size=(4, 6)),
     np.array([6, 1, 4, 3]),
@@ -91,7 +99,7 @@ BATCH = (
 POSSIBLE = [
     (name, length, rule)
     for name, length, rule in itertools.product(DRAFTERS, LENGTHS, RULES)
-    if not (name == "cascade" and isinstance(length, jspec.WhileConfident))  # it does not report its confidence
+    if not (name == "cascade" and isinstance(length, CONFIDENT))  # it does not report its confidence
 ]
 # Every pair of drafter and length, of drafter and rule, and of length and rule.
 COVERING = [
@@ -114,8 +122,9 @@ def judged(name, length, rule):
     out = drafters.generate(target, DRAFTERS[name](target), BATCH, **options)
     np.testing.assert_array_equal(out.stats.acceptance_rate, 1)
     np.testing.assert_array_equal(out.stats.accepted_at, out.stats.judged_at)
-    assert set(np.unique(out.origins)) <= {ACCEPTED, BONUS, PADDING}
-    if not isinstance(length, jspec.WhileConfident | jspec.Heuristic | jspec.ByAcceptance):
+    undrafted = {NO_DRAFT} if isinstance(length, jspec.ByEstimatedAcceptance) else set()  # it may draft nothing
+    assert set(np.unique(out.origins)) <= {ACCEPTED, BONUS, PADDING} | undrafted
+    if not isinstance(length, CONFIDENT | jspec.Heuristic | jspec.ByAcceptance):
         np.testing.assert_array_equal(out.stats.rounds, -(-out.lengths // (K + 1)))
     return int(out.stats.judged.sum())
 

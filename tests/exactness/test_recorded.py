@@ -32,6 +32,7 @@ LENGTHS = {
     "Heuristic": jspec.Heuristic(K),
     "ByAcceptance": jspec.ByAcceptance(K),
     "ByConfidence": jspec.ByConfidence(K),
+    "ByEstimatedAcceptance": jspec.ByEstimatedAcceptance(K, 0.4),
 }
 # Name -> drafter, rule, draft length, penalties. None as the drafter stands for plain decoding.
 MATRIX = {f"{name}, {rule}": (name, rule, K, {}) for name in drafters.NAMES for rule in RULES}
@@ -47,6 +48,8 @@ OTHERS = {
         ("early exit", "rejection", "Heuristic", {}),
         ("model", "block", "ByConfidence", {}),
         ("retrieval", "coupled", "ByAcceptance", {}),
+        ("block with corrections", "block", "ByEstimatedAcceptance", {}),
+        ("model", "coupled", "ByEstimatedAcceptance", PENALTIES),
         ("model", "rejection", "3", PENALTIES),
         ("cascade", "TopK", "3", PENALTIES),
     )

@@ -15,7 +15,7 @@ from jspec.core.tree import Tree
 from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
 from jspec.drafters import Draft, FallbackDrafter, NGramDrafter
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.standalone.model import as_drafter
 from support import toys
 from support.embeddings import TARGET, longer_vocabulary

@@ -66,6 +66,7 @@ PUBLIC_NAMES = [
     "BlockwiseDrafter",
     "ByAcceptance",
     "ByConfidence",
+    "ByEstimatedAcceptance",
     "CascadeDrafter",
     "Completion",
     "DynamicTreeDrafter",

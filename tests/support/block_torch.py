@@ -142,10 +142,21 @@ class Reference:
                 found[row, candidate] = logits[row, candidate] + vector @ second[candidate]
         return found
 
+    def hidden(self, hidden_states, last):
+        """Return the states ``[K, E]`` of the rows that predict the draft tokens."""
+        first = self.raw.get("sample_from_anchor", "dflash_config" not in self.raw)
+        return self.states(hidden_states, last)[0 if first else 1 :]
+
+    def acceptance(self, hidden_states, tokens):
+        """Return the confidence head's estimates ``[K]`` for the draft tokens after ``tokens[0]``."""
+        read = self.hidden(hidden_states, tokens[0])
+        if self.raw["confidence_head_with_markov"]:
+            read = torch.cat([read, self.w["markov_head.markov_w1.weight"][torch.tensor(tokens)]], -1)
+        return self.linear(read, "confidence_head.proj")[:, 0].sigmoid()
+
     def logits(self, hidden_states, tokens):
         """Return the logits ``[K, D]`` of the draft tokens after the last token ``tokens[0]``, given ``tokens[1:]``."""
-        first = self.raw.get("sample_from_anchor", "dflash_config" not in self.raw)
-        hidden = self.states(hidden_states, tokens[0])[0 if first else 1 :]
+        hidden = self.hidden(hidden_states, tokens[0])
         found = hidden @ self.head.T
         if "selector_top_k" in self.raw:
             return self.selected(found, hidden, tokens[: len(hidden)])

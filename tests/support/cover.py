@@ -18,7 +18,15 @@ RULE_OBJECTS = (
     jspec.Lenient(0.5),
     jspec.Typical(0.3, 0.6),
 )
-LENGTHS = (3, jspec.UpTo(3), jspec.WhileConfident(3), jspec.Heuristic(3), jspec.ByAcceptance(3), jspec.ByConfidence(3))
+LENGTHS = (
+    3,
+    jspec.UpTo(3),
+    jspec.WhileConfident(3),
+    jspec.Heuristic(3),
+    jspec.ByAcceptance(3),
+    jspec.ByConfidence(3),
+    jspec.ByEstimatedAcceptance(3),
+)
 QUANTIZED = {("tree", "model"): "int8", ("search", "model"): "int4"}
 # Branching drafters, each with one or two rules.
 TREES = [

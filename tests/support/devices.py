@@ -240,7 +240,13 @@ PLAIN, RICH = ((QWEN, None), request(), {}), ((lawless(), DRAFT), request(rich=T
 TREE = jspec.TreeDrafter(DRAFT, jspec.Tree.branching((2, 1)))
 SEARCH = jspec.DynamicTreeDrafter(DRAFT, num_nodes=4, max_depth=2, width=2)
 RULES = "block", "coupled", jspec.Lenient(0.5)
-LENGTHS = jspec.UpTo(K), jspec.WhileConfident(K), jspec.Heuristic(K), jspec.ByAcceptance(K)
+LENGTHS = (
+    jspec.UpTo(K),
+    jspec.WhileConfident(K),
+    jspec.Heuristic(K),
+    jspec.ByAcceptance(K),
+    jspec.ByEstimatedAcceptance(K),
+)
 QUICK = {
     "text: explicit, rows": functools.partial(compare, *RICH, (2, 1), EXPLICIT),
     "text: explicit, rows and weights": functools.partial(compare, *RICH, (2, 2), EXPLICIT, tensor=True),

@@ -67,6 +67,7 @@ _MAKERS = {
         drafts_from_first=True,
         causal=True,
         markov=MarkovConfig("rnn", 4),
+        confidence="state and token",
         draft_vocab_size=v // 2,
         own_head=True,
     ),

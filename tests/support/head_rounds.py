@@ -8,7 +8,7 @@ import jspec
 from jspec.acceptance import RULES
 from jspec.decoding.program import start
 from jspec.decoding.round import decode_round
-from jspec.drafters.draft_length import as_draft_length
+from jspec.drafters.duck_length import as_draft_length
 from support import toys
 
 TARGET = toys.tiny_llama(0, 2)

@@ -18,15 +18,18 @@ SETTINGS = {"temperature": 0.7, "top_p": 0.85}
 SETTINGS |= {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": 0.4}
 
 
-def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRAWS):
-    """Return `draws` outputs of up to three tokens from jspec as patched now, with only the given settings."""
-    target, other = toys.markov_pair(7)
+def texts(sampling_settings, drafter=None, rule="rejection", length=2, draws=DRAWS, target=None):
+    """Return `draws` outputs of up to three tokens from jspec as patched now, with only the given settings.
+
+    `target` must be a model with the distributions of the default target.
+    """
+    tables, other = toys.markov_pair(7)
     fields = {name: jnp.float32(value) for name, value in sampling_settings.items()}
     transforms = toys.both_transforms(sampling.SamplingParams(**fields), draws)
     tokens = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (draws, len(PROMPT)))
     batch = tokens, jnp.full(draws, len(PROMPT)), jax.random.split(jax.random.key(8), draws), transforms
     options = {"max_new_tokens": NUM_TOKENS, "num_draft_tokens": length, "eos_ids": (EOS,), "rule": RULES[rule]}
-    return toys.decode(target, drafter or ModelDrafter(other), *batch, **options)
+    return toys.decode(target or tables, drafter or ModelDrafter(other), *batch, **options)
 
 
 def law(settings=SETTINGS, **options):

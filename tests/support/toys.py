@@ -17,7 +17,8 @@ from jspec.decoding.inputs import ProgramSpec, PromptBatch, TracedParams
 from jspec.decoding.program import decode_program, start
 from jspec.decoding.round import decode_round
 from jspec.decoding.state import RequestParams
-from jspec.drafters.draft_length import Fixed, as_draft_length
+from jspec.drafters.draft_length import Fixed
+from jspec.drafters.duck_length import as_draft_length
 from jspec.models.kv_cache import KVCache
 from jspec.models.llama import Llama
 

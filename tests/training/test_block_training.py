@@ -37,10 +37,11 @@ def test_blocks_run_together_equal_single_blocks(layout):
     found = block_training.run(block, TARGET, tokens, states, starts)
     for row, start in np.ndindex(*starts.shape):
         at = starts[row, start][None]
-        cache = block.read(states[row][None], block.new_cache(1, S), jnp.zeros(1, jnp.int32), TARGET)
+        cache = block.new_cache(1, S + block.config.block_size)
+        cache = block.read(states[row][None], cache, jnp.zeros(1, jnp.int32), TARGET)
         rows = jnp.full((1, block.config.block_size), block.config.mask_id).at[0, 0].set(tokens[row, at[0]])
-        alone = block.forward(rows, cache, at, TARGET)[0, -block.config.num_draft_tokens :]
-        np.testing.assert_allclose(found[row, start], alone, atol=2e-6)
+        alone, _ = block.forward(rows, cache, at, TARGET)
+        np.testing.assert_allclose(found[row, start], alone[0, -block.config.num_draft_tokens :], atol=2e-6)
 
 
 def drafted(block, tokens, length, depth):
@@ -104,6 +105,18 @@ def test_confidence_learns_the_acceptance_rate():
     slope = jax.grad(lambda block: score(block).loss.sum())(block).confidence_head.bias[...]
     estimate = jax.nn.sigmoid(block.confidence_head.bias[...])
     np.testing.assert_allclose(slope, (estimate - score(block).acceptance).sum()[None], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (lambda: blocks.drafter(TARGET).quantize(), "The drafter is int8 and cannot be trained"),
+        (lambda: blocks.drafter(TARGET, windows=(8, None)), "has layers with windows, which cannot be trained"),
+    ],
+)
+def test_blocks_that_cannot_be_trained_are_refused(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        kinds.check_fits(drafter(), TARGET, 2)
 
 
 def test_tables_are_not_trained_by_muon():

@@ -1,9 +1,11 @@
 # pyright: reportUnnecessaryIsInstance=false
 """A drafter that predicts a block of tokens in one pass, and corrects each by the token before it."""
 
+import dataclasses
 from pathlib import Path
 from typing import Self
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -48,6 +50,8 @@ class _Drafting:
             ``float32[B, K, C]``.
         candidates: ``int32[B, K, C]``, the tokens of these logits; None without a candidate selector.
         markov: ``[B, S, r]``, the Markov head's states at the last level.
+        acceptance: ``float32[B, S]``, the confidence head's estimates for the tokens after the last level; None without
+            a confidence head.
     """
 
     read: _Read
@@ -55,6 +59,7 @@ class _Drafting:
     logits: Array
     candidates: Array | None
     markov: Array
+    acceptance: Array | None = None
 
 
 @pytree
@@ -194,7 +199,13 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         if block.markov_head is not None:
             correction, markov = block.markov_head(level.of_parents(markov), tokens, hidden)
             logits = logits + correction
-        return block.spread(logits), _Drafting(carry.read, carry.hidden, carry.logits, carry.candidates, markov)
+        confidence = block.confidence(hidden, tokens)
+        acceptance = None if confidence is None else jax.nn.sigmoid(confidence)
+        return block.spread(logits), dataclasses.replace(carry, markov=markov, acceptance=acceptance)
+
+    def acceptance(self, carry: _Drafting, logits: Array) -> Array:
+        """Return the confidence head's estimate if there is one. Without it, see `AutoregressiveDrafter.acceptance`."""
+        return super().acceptance(carry, logits) if carry.acceptance is None else carry.acceptance[:, 0]
 
     def end(self, carry: _Drafting) -> _Read:
         return carry.read

@@ -133,6 +133,24 @@ class Block(nnx.Module):
         """Return the logits ``float32[B, S, D]`` of the rows' states ``[B, S, E]``, without any correction."""
         return (self.lm_head or target.head).logits(hidden if self.lm_head else hidden.astype(target.dtype))
 
+    def confidence(self, hidden: Array, tokens: Array) -> Array | None:
+        """Return the confidence head's output ``float32[B, S]``; None without a confidence head.
+
+        Its sigmoid estimates the probability that the row's token will be accepted: ``w [h; W1[x]] + b``, where h is
+        the row's state and ``W1[x]`` is the Markov head's vector of the token before (DSpark, arXiv 2607.05147).
+
+        Args:
+            hidden: ``[B, S, E]``, the rows' states.
+            tokens: ``int32[B, S]``, the tokens before the rows' tokens.
+        """
+        if self.confidence_head is None:
+            return None
+        if self.config.confidence == "state and token":
+            assert self.markov_head is not None, "the vector of a token is the Markov head's"
+            vectors = self.markov_head.markov_w1(tokens).astype(hidden.dtype)
+            hidden = jnp.concatenate([hidden, vectors], axis=-1)
+        return self.confidence_head(hidden)[..., 0].astype(jnp.float32)
+
     def spread(self, logits: Array) -> Array:
         """Return the logits ``float32[B, S, V]`` of all tokens, with -inf for those that cannot be drafted."""
         return logits if self.draft_ids is None else spread_logits(logits, self.draft_ids[...])

@@ -20,13 +20,40 @@ Carry = TypeVar("Carry")
 
 
 @pytree
+class _Outlook:
+    """Estimates for the draft so far, from the drafter's `acceptance`.
+
+    Attributes:
+        expected: ``float32[B]``, the expected number of tokens of the round, including the target's own token.
+        survival: ``float32[B]``, the probability that the whole draft is accepted.
+    """
+
+    expected: Array
+    survival: Array
+
+
+@pytree
+class _Progress:
+    """What decides about the next token.
+
+    Attributes:
+        token_counts: the token counts of sequence and draft, or None without penalties.
+        continues: ``bool[B]``, whether the row drafts another token.
+        outlook: None if the policy does not need it.
+    """
+
+    token_counts: TokenCounts | None
+    continues: Array
+    outlook: _Outlook | None
+
+
+@pytree
 class _Drawn:
-    """A token ``[B]``, its distribution ``[B, V]``, the token counts including it, and whether the row continues."""
+    """A token ``[B]``, its distribution ``[B, V]``, and the progress after it."""
 
     token: Array
     probs: Array
-    token_counts: TokenCounts | None
-    continues: Array
+    progress: _Progress
 
 
 _Carried = tuple[Carry, _Drawn]
@@ -62,6 +89,19 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
         """Read a level's draft tokens ``int32[B, S]``; return the logits ``[B, S, V]`` after each, and the carry."""
         raise NotImplementedError
 
+    def acceptance(self, carry: Carry, logits: Array) -> Array:
+        """Return an estimate ``float32[B]`` of the probability that a chain's next token will be accepted.
+
+        The token has not been drawn yet, so the estimate depends only on the tokens before it. It affects the length of
+        the draft (`jspec.ByEstimatedAcceptance`) and never the output distribution. By default, it is the probability
+        of the most likely token.
+
+        Args:
+            carry: the carry that `begin` or `extend` returned with `logits`.
+            logits: ``[B, V]``, the token's logits before any transforms, without padding.
+        """
+        return jax.nn.softmax(logits.astype(jnp.float32)).max(-1)
+
     def end(self, carry: Carry) -> State:
         """Return the state after the draft."""
         return cast(State, ())  # a drafter whose state is not empty overrides `end`
@@ -85,16 +125,45 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
         def advance(carried: _Carried[Carry], k: Array | int) -> tuple[_Carried[Carry], tuple[Array, Array]]:
             carry, last = carried
             logits, carry = self.extend(carry, last.token[:, None], Level(k), context)
-            drawn = _draw(logits[:, 0], last.token_counts, last.continues, k, context)
+            drawn = self._draw(carry, logits[:, 0], last.progress, k, context)
             return (carry, drawn), (drawn.token, drawn.probs)
 
         logits, carry = self.begin(state, context, Tree.chain(num_draft_tokens))
-        first = _draw(logits, context.token_counts, _should_draft(logits, context), 0, context)
+        first = self._draw(carry, logits, _before_draft(logits, context), 0, context)
         loop = _unrolled if self.unrolled else lax.scan if context.budget is None else _scan_while_continued
         (carry, _), later = loop(advance, vary_like((carry, first), context.lengths), jnp.arange(1, num_draft_tokens))
         heads = first.token, first.probs
         tokens, probs = (jnp.concatenate([head[None], tail]) for head, tail in zip(heads, later, strict=True))
         return Draft(tokens.swapaxes(0, 1), probs.swapaxes(0, 1)), self.end(carry)
+
+    def _draw(self, carry: Carry, logits: Array, progress: _Progress, k: Array | int, context: Context) -> _Drawn:
+        """Draw draft token k. Rows whose draft ends before it get an all-zero distribution."""
+        logits, continues, outlook = fit_vocabulary(logits, context.vocab_size), progress.continues, progress.outlook
+        if outlook is not None and context.draft_length is not None:
+            survival = outlook.survival * self.acceptance(carry, logits)
+            continues &= context.draft_length.is_worthwhile(context.length_state, k, outlook.expected, survival)
+            outlook = _Outlook(outlook.expected + survival, survival)
+        token_counts = progress.token_counts
+        probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
+        token = context.draw(k, probs)
+        if context.budget is not None:
+            probs = jnp.where((continues & (k < context.budget))[:, None], probs, 0)
+            continues &= k + 1 < context.budget
+        if context.draft_length is not None and context.draft_length.needs_confidence:
+            confidence = at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token)
+            continues &= context.draft_length.continues(context.length_state, confidence)
+        if token_counts is not None:
+            token_counts = add_tokens(token_counts, token[:, None], jnp.ones((token.size, 1), bool))
+        return _Drawn(token, probs, _Progress(token_counts, continues, outlook))
+
+
+def _before_draft(logits: Array, context: Context) -> _Progress:
+    """Return the progress before the first draft token, whose logits are ``[B, V]``."""
+    outlook = None
+    if context.draft_length is not None and context.draft_length.needs_acceptance:
+        certain = jnp.ones(context.lengths.size, jnp.float32)
+        outlook = _Outlook(certain, certain)
+    return _Progress(context.token_counts, _should_draft(logits, context), outlook)
 
 
 def _should_draft(logits: Array, context: Context) -> Array:
@@ -106,24 +175,6 @@ def _should_draft(logits: Array, context: Context) -> Array:
         return jnp.ones(context.lengths.size, bool)
     confidence = jax.nn.softmax(fit_vocabulary(logits, context.vocab_size).astype(jnp.float32)).max(-1)
     return context.draft_length.should_draft(context.length_state, confidence)
-
-
-def _draw(
-    logits: Array, token_counts: TokenCounts | None, continues: Array, k: Array | int, context: Context
-) -> _Drawn:
-    """Draw draft token k. Rows whose draft ends before it get an all-zero distribution."""
-    logits = fit_vocabulary(logits, context.vocab_size)
-    probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
-    token = context.draw(k, probs)
-    if context.budget is not None:
-        probs = jnp.where((continues & (k < context.budget))[:, None], probs, 0)
-        continues &= k + 1 < context.budget
-    if context.draft_length is not None and context.draft_length.needs_confidence:
-        confidence = at_tokens(jax.nn.softmax(logits.astype(jnp.float32)), token)
-        continues &= context.draft_length.continues(context.length_state, confidence)
-    if token_counts is not None:
-        token_counts = add_tokens(token_counts, token[:, None], jnp.ones((token.size, 1), bool))
-    return _Drawn(token, probs, token_counts, continues)
 
 
 def _zeros(count: int, like: Array) -> Array:
@@ -162,7 +213,7 @@ def _scan_while_continued(
         return i + 1, carried, (all_tokens.at[i].set(token), all_probs.at[i].set(probs))
 
     def unfinished(loop: _Loop[Carry]) -> Array:
-        return (loop[0] < ks.size) & jnp.any(loop[1][1].continues)
+        return (loop[0] < ks.size) & jnp.any(loop[1][1].progress.continues)
 
     _, carried, outputs = lax.while_loop(unfinished, body, (0, carried, vary_like(outputs, first)))
     return carried, outputs
