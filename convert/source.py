@@ -92,7 +92,7 @@ def _from_hub(source: str, revision: str | None, patterns: _Patterns) -> Path:
 
 
 def is_repo_id(source: str) -> bool:
-    """Return whether `resolve` would look for the directory `source` on the Hugging Face Hub."""
+    """Return whether `resolve` would look for `source` on the Hugging Face Hub."""
     is_local = source in names.MODELS or Path(source).expanduser().exists()
     return not is_local and _ON_HUB.fullmatch(source) is not None and hub_files.parse(source) is None
 

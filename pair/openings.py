@@ -1,8 +1,8 @@
-"""Questions that SmolLM2 writes itself, each after the first words of a question that people ask.
+"""Questions that SmolLM2 writes, each starting with the first words of a question that people ask.
 
-`python -m pair.openings COUNT [SEED] > questions.jsonl` samples COUNT user turns. The first words choose the kind of
-question, which SmolLM2's own questions cover unevenly (`jspec.training.self_generated`). The questions of
-`bench/prompts`, on which the result is measured, are left out.
+`python -m pair.openings COUNT [SEED] > questions.jsonl` samples COUNT user turns. The first words determine the kind
+of question. Without them, SmolLM2's questions cover the kinds unevenly (`jspec.training.self_generated`). The questions
+of `bench/prompts` are left out, because the result is measured on them.
 """
 
 import itertools

@@ -17,7 +17,7 @@ _ACCEPTANCE = 0.925  # 6.2 tokens per round, as published for DSpark on GSM8K
 
 
 def run(record: Record, rehearse: bool) -> None:
-    """Time rounds in turns with plain decoding of the target, and add the share of the bandwidth that they use."""
+    """Time rounds and plain decoding of the target, alternately, and record the rounds' share of the bandwidth."""
     size = sizes(rehearse)
     bandwidth = read_bandwidth(record)
     target, config = random_model(size.large, size.dtype, 2), dspark(size.large)

@@ -85,7 +85,7 @@ class Sources:
     def head_kind(self) -> str | None:
         """The kind of trained drafter that `draft` is, or None.
 
-        A draft on the Hugging Face Hub is downloaded to find out.
+        A draft on the Hugging Face Hub is downloaded to determine its kind.
 
         Raises:
             convert.CheckpointError: the download failed.
@@ -317,7 +317,7 @@ def drafter_class(kind: str) -> "Trained":
 
 
 def head_kind(draft: str) -> str | None:
-    """Return the kind of trained drafter in the directory `draft`, or None if it is none. Nothing is downloaded."""
+    """Return the kind of trained drafter in the directory `draft`, or None if it holds none. Download nothing."""
     from convert.heads import files as head_files
 
     return head_files.kind_of(Path(draft)) if is_model(draft) and Path(draft).is_dir() else None

@@ -137,8 +137,9 @@ def _in_bfloat16(drafter: T) -> T:
 def how_saved(drafter: object, target: str) -> dict[str, Any]:
     """Return the options for saving `drafter`. A model gets the target's tokenizer, so that it can be used alone.
 
-    A drafter that was trained from another one keeps that one's layout if programs that read it can run the drafter. An
-    EAGLE head's own output head is saved too, because other programs would use the first rows of the target's head.
+    A drafter that was trained from another keeps the other's layout, if programs that read this layout can run the
+    drafter. An EAGLE head's own output head is saved, too, because other programs would use the first rows of the
+    target's head.
 
     Raises:
         convert.CheckpointError: no layout can hold the drafter.

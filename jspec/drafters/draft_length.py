@@ -263,19 +263,19 @@ class ByAcceptance(AtMost):
 
 @dataclasses.dataclass(frozen=True)
 class ByEstimatedAcceptance(AtMost):
-    """A policy that drafts a token if, by the drafter's estimate, it increases the number of tokens per unit of time.
+    """A policy that drafts another token as long as it raises the estimated number of tokens per unit of time.
 
     Let S_i be the estimated probability that the first i draft tokens are accepted, and c the `cost_ratio`. A round
     with k draft tokens is expected to yield ``1 + S_1 + ... + S_k`` tokens, and costs as much as ``1 + k c`` plain
     decoding steps (Leviathan et al. 2023, theorem 3.8, with a probability for each token in place of a single rate).
-    Draft token k is drafted if it increases their ratio. Otherwise, the draft ends. If token 1 does not increase the
-    ratio, nothing is drafted.
+    Draft token k is drafted if it raises the ratio of tokens to cost. Otherwise, the draft ends. If even the first
+    draft token does not raise the ratio, nothing is drafted.
 
     The estimates are those of `jspec.drafters.AutoregressiveDrafter.acceptance`. A `jspec.drafters.BlockDrafter` with
-    a confidence head uses this head (DSpark, arXiv 2607.05147).
+    a confidence head uses that head's estimates (DSpark, arXiv 2607.05147).
 
     S_k depends only on the tokens before draft token k, and the decision precedes the draw. Given these tokens, a draft
-    token is therefore either always verified or never drawn, and every exact rule stays exact. A decision that also
+    token is therefore either always verified or never drawn, so every exact rule stays exact. A decision that also
     depended on token k, or on later ones, would discard drawn tokens and bias the output.
 
     Attributes:

@@ -39,7 +39,7 @@ class AttentionContext:
             and ``int32[B]``, the number of its slots in use.
         branches: the tree structure of the tokens, if they are not a simple sequence.
         cache_rows: the batch's rows in `keys` and `values`. See `jspec.models.kv_cache.KVCache`.
-        window: the number of positions up to a token's own that it attends to; None for all. `past` has no window.
+        window: the number of positions that a token attends to, ending at its own; None for all. `past` has no window.
     """
 
     keys: Array

@@ -33,7 +33,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...], y.ndim)
 
     def outputs_from(self, x: Array, start: int) -> Array:
-        """Return only the outputs from number `start` on. A packed matrix is multiplied as a whole."""
+        """Return only the outputs from index `start` onward. A packed matrix is still multiplied whole."""
         if self.parts is not None:
             return self(x)[..., start:]
         y = project(self.weight[...][:, start:], x)
@@ -105,7 +105,7 @@ class RMSNorm(nnx.Module):
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Return the norm of `RMSNorm`."""
+    """Return the RMS norm of `x`, scaled by `weight`. See `RMSNorm`."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return lax.broadcast_to_rank(weight, x.ndim) * wide.astype(x.dtype)

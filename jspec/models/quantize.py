@@ -72,7 +72,7 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
 
 
 def quantized_copy(module: Module, kind: str, dtype: jnp.dtype) -> Module:
-    """Return a copy of a module that holds matrices, with quantised matrices. See `quantize`.
+    """Return a copy of a module whose matrices are quantised. See `quantize`.
 
     Args:
         dtype: the dtype of activations.

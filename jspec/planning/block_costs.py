@@ -55,7 +55,7 @@ class BlockWeights:
 
     @property
     def correction_bytes(self) -> int:
-        """The bytes that the Markov head reads per draft token: all except the table of the tokens before."""
+        """The bytes that the Markov head reads per draft token: all except the table that embeds the token before."""
         return self._bytes("markov_head.") - self._bytes("markov_head.markov_w1.")
 
     @property
@@ -79,7 +79,7 @@ class BlockWeights:
         return (parts + self.store_bytes * (k + 1)) // self.itemsize
 
     def rows(self, k: int) -> int:
-        """Return the number of rows in a block. The rows of a bidirectional block all run, whatever K is."""
+        """Return the number of rows in a block. A bidirectional block runs all of its rows, whatever K is."""
         config = self.config
         return (k if config.drafts_from_first else k + 1) if config.causal else config.block_size
 
@@ -89,7 +89,7 @@ class BlockWeights:
         return layers + KERNELS_A_BLOCK + KERNELS_A_TOKEN * (k - 1) + KERNELS_A_READ
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """Return the size of the keys and values of the positions before a block and of the block, in bytes."""
+        """Return the size of the keys and values of the context and of the block itself, in bytes."""
         body, slots = self.config.body, whole_tiles(slots + self.config.block_size)
         return batch * slots * 2 * body.num_hidden_layers * body.num_key_value_heads * body.head_dim * self.itemsize
 
@@ -98,7 +98,7 @@ class BlockWeights:
         return batch * rows * len(self.config.features) * self.config.target_hidden_size * self.itemsize
 
     def prefill_bytes(self, batch: int, prompt: int) -> int:
-        """Return the estimated size of prefill temporaries in bytes: the hidden states, stacked and side by side."""
+        """Return the estimated size of prefill temporaries in bytes: the hidden states, stacked and concatenated."""
         return 2 * self.feature_bytes(batch, prompt)
 
     def all_parts(self, batch: int, length: int, k: int) -> dict[str, int]:

@@ -41,7 +41,7 @@ class Drafting:
         speedup: the speed with that K, relative to plain decoding.
         best: the fastest K; 0 if drafting does not pay off.
         round_seconds, expected_tokens, speedups: the duration of a round in seconds, the number of tokens per row in a
-            round, and the speedup, each for K = 1, 2, ..., 16, or up to the most that a block drafter drafts.
+            round, and the speedup, each for K = 1, 2, ..., 16, or up to a block drafter's maximum if that is lower.
         footprint: the memory needed with `num_draft_tokens`, or with K = 1 if that is 0.
         fits: whether the footprint fits in the device's memory.
     """
@@ -68,9 +68,9 @@ class Plan:
         plain_footprint, plain_fits: the memory needed to decode without a draft, and whether it fits.
         draft: the prediction for the draft as given.
         int8: the prediction for the draft in int8, which is assumed to have the same acceptance rate. None for a block
-            drafter, which is not quantised.
-        block: the bytes of each part of a block drafter; empty for a draft model. The context cache has its keys and
-            values of all positions, and the features are the target's hidden states that it reads in a round.
+            drafter, whose quantisation is not modelled.
+        block: the bytes of each part of a block drafter; empty for a draft model. "context cache" is for the keys and
+            values of all positions, and "features" for the target's hidden states that the drafter reads in a round.
         largest_batch: the largest batch that fits with the draft as given, at this length; 0 if none fits.
         largest_length: the largest length that fits with the draft as given, at this batch size; 0 if none fits.
     """
@@ -110,7 +110,8 @@ def plan(
     excluding attention products.
 
     A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
-    rows. It yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1 of Leviathan et al. 2023.
+    rows. A block drafter has a single draft pass. A round yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1
+    of Leviathan et al. 2023.
 
     Real devices do not reach their published bandwidth, in plain decoding or drafting, so the speedup is more reliable
     than the times. Use `jspec.tune` to measure.
@@ -125,7 +126,7 @@ def plan(
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
-        num_draft_tokens: K, in 1..16, or up to the most that a block drafter drafts. The default is the fastest K.
+        num_draft_tokens: K, in 1..16, or up to a block drafter's maximum if that is lower. None chooses the fastest K.
         quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
 
     Raises:

@@ -66,7 +66,7 @@ class Load:
         """Return the duration of a round, in seconds.
 
         A round has K = `k` draft steps, the first of which has two rows, and a verification of K + 1 rows. A block
-        drafter has a single step.
+        drafter has a single draft step.
         """
         if isinstance(draft, BlockWeights):
             drafting = draft_seconds(draft, self.device, self.batch, k, slots_of(self.length, k))

@@ -1,4 +1,4 @@
-"""Block drafters in training: the predictions of many blocks in each text, computed together (DSpark, DFlash)."""
+"""Training of block drafters, on many blocks of each text at once (DSpark, DFlash)."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def new_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int
     )
     block = Block(config, jnp.float32, rngs=nnx.Rngs(seed))
     assert block.markov_head is not None
-    # The first predictions are then those of the output head alone.
+    # Start with a Markov head that corrects nothing.
     block.markov_head.markov_w2.weight.set_value(jnp.zeros_like(block.markov_head.markov_w2.weight[...]))
     if block.lm_head is not None and block.draft_ids is not None and draft_ids is not None:
         block.draft_ids.set_value(draft_ids_of(draft_ids, sizes.vocab_size))
@@ -66,7 +66,7 @@ def new_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int
 def score(
     block: Block, target: Llama, tokens: Array, target_states: TargetStates, judge: Judge, depth: int, loss: str
 ) -> Score:
-    """Return the score of the first `depth` draft tokens of many blocks. The text's tokens come before each of them.
+    """Return the score of the first `depth` draft tokens of many blocks, each predicted from the text before it.
 
     Args:
         tokens: ``int32[B, S]``.
@@ -87,10 +87,10 @@ def score(
 
 
 def choose_blocks(tokens: Array, learned: Array) -> tuple[Array, Array]:
-    """Return the positions ``int32[B, A]`` of some blocks' first rows, and which of these blocks are to be trained.
+    """Return the positions ``int32[B, A]`` of the blocks' first rows, and ``bool[B, A]``, which blocks to train.
 
-    Blocks start wherever the next token is to be learned: at half as many positions as the text has, chosen at random,
-    and at most at 512. The choice depends only on the batch, so a resumed run makes the same one.
+    Blocks start at random positions whose next token is to be learned. Their number is at most 512 per text, and at
+    most half of the text's positions. The choice depends only on the batch, so a resumed run makes the same one.
     """
     batch, size = tokens.shape
     wanted = jnp.pad(learned[:, 1:], ((0, 0), (0, 1))) & (jnp.arange(size) > 0)

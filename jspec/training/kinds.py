@@ -90,7 +90,7 @@ class Trainee:
 
 
 def trainee_of(drafter: object) -> Trainee:
-    """Return a `Trainee` for `drafter`. The embedding and output head of an EAGLE head or a block stay fixed.
+    """Return a `Trainee` for `drafter`. The embedding and output head of an EAGLE head or a block drafter stay fixed.
 
     Raises:
         TypeError: `drafter` is of a kind that cannot be trained.
@@ -198,7 +198,7 @@ def of_eagle(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int)
 
 
 def of_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> BlockDrafter:
-    """Return an untrained block with the target's embedding and output head."""
+    """Return an untrained block drafter with the target's embedding and output head."""
     return BlockDrafter(block_training.new_block(target, draft_ids, depth, seed))
 
 

@@ -64,8 +64,8 @@ def _lk(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
 def _dspark(log_p: Array, log_q: Array, covered: Array, mean: Mean) -> Array:
     """Return .1 times the divergence plus .9 times the L1 distance, which is twice the rejection rate.
 
-    DSpark has the cross-entropy of the text's own tokens in place of the divergence. If the target sampled the text,
-    the gradients have the same expectation, and that of the divergence has less variance.
+    DSpark uses the cross-entropy with the text's own tokens in place of the divergence. If the target sampled the text,
+    both gradients have the same expectation, and the divergence's has less variance.
     """
     rejected = 1 - mean(covered_acceptance(log_p, log_q, covered))
     return 0.1 * mean(covered * _kl(log_p, log_q)) + 1.8 * rejected

@@ -103,7 +103,7 @@ def _config(model: PyTree) -> object:
 
 
 def _settings(config: object) -> object:
-    """Return a dataclass's fields that differ from their defaults, so that a new field changes no old fingerprint."""
+    """Return the fields of a dataclass that differ from their defaults, so that new fields keep old fingerprints."""
     if not dataclasses.is_dataclass(config):
         return config
     values = [(field, cast(object, getattr(config, field.name))) for field in dataclasses.fields(config)]

@@ -52,8 +52,8 @@ class Recipe:
         length: the maximum sequence length in tokens; longer text is split into parts.
         written_tokens: the number of answer tokens that the target generates for its own questions. None means 500,000
             without data, and 0 with data.
-        draft_vocab: the number of most frequent tokens that an EAGLE head or a block can draft; other kinds draft
-            every token.
+        draft_vocab: the number of most frequent tokens that an EAGLE head or a block drafter can draft; other kinds
+            draft every token.
         seed: the seed for the initial weights, the order of the data and the text that the target generates.
         boost: the number of draft models to train, each on the tokens that earlier ones get wrong (kind "model").
     """
@@ -110,16 +110,16 @@ def train_drafter(
     Args:
         target: a `jspec.Llama`; training does not change it.
         tokenizer: the target's tokenizer.
-        kind: "eagle", an EAGLE-3 head; "block", a block drafter with DSpark's two heads; "medusa", "hydra" or
-            "blockwise" heads; "kangaroo", an adapter after the target's first layers; "pass", look-ahead embeddings; or
-            "model", a draft model of some target layers.
+        kind: "eagle", an EAGLE-3 head; "block", a block drafter with DSpark's Markov and confidence heads; "medusa",
+            "hydra" or "blockwise" heads; "kangaroo", an adapter after the target's first layers; "pass", look-ahead
+            embeddings; or "model", a draft model of some target layers.
         data: a text file; a ``.jsonl`` file of chats, with one object with "messages" per line; an earlier run's
             folder, to reuse the text that the target generated there; or a list of these. The target answers chats
             that end with the user's turn. If `data` is None or ``written_tokens`` is set, the target also generates
             questions and answers them, which requires a chat template.
         folder: the folder for checkpoints, generated text and a log. An interrupted run resumes from this folder.
-        start: a drafter of that kind to start from, instead of an untrained one. An EAGLE head or a block keeps its
-            set of draftable tokens.
+        start: a drafter of that kind to start from, instead of an untrained one. An EAGLE head or a block drafter
+            keeps its set of draftable tokens.
         store_states: whether to compute the target's states once and store them in `folder`. Otherwise, every step
             recomputes the states. Each token has F + 1 states of E numbers, and a stored number takes 2 bytes.
         say: called with the number of every step, and with a `Progress` at every evaluation on held-out text.

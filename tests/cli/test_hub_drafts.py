@@ -1,4 +1,4 @@
-"""--draft org/name, where the repo holds a block drafter. The hub's client is replaced, so nothing is downloaded."""
+"""`--draft org/name` with a repo that holds a block drafter. The Hub's client is replaced, so nothing is downloaded."""
 
 import json
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Put the drafter into the hub; return a list of the repos that are downloaded."""
+    """Put the drafter on the Hub, and return the list of downloaded repos."""
     folder, asked = tmp_path / "snapshot", []
     block_checkpoints.write(folder, block_checkpoints.DSPARK_BLOCK7, dtype=ml_dtypes.bfloat16)
 
@@ -41,7 +41,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_checkpoint_has_published_tensors(hub, tmp_path):
-    """There are 64, of which each layer has 11, all in bfloat16."""
+    """The file has 64 tensors, 11 of them per layer, all in bfloat16."""
     with safe_open(tmp_path / "snapshot" / "model.safetensors", "numpy") as file:
         names = set(file.keys())
         assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}

@@ -46,8 +46,8 @@ def start(drafter, temperature):
 def scores_of_all_paths(drafter, state, context, temperature):
     """Return path -> its scores ``[B]``, for all paths of at most `DEPTH` tokens.
 
-    Each token adds the log-probability that it is drawn: under greedy decoding, that of the draft; otherwise, that of a
-    draw with the target's noise, as far as it can be foreseen.
+    Each token adds a log-probability. Under greedy decoding, it is the draft's. Otherwise, it is that of drawing the
+    token with the target's noise, as `foreseen` estimates it.
     """
 
     def log_probs(logits, depth):
@@ -89,7 +89,7 @@ def paths(tokens, parents):
     ],
 )
 def test_wide_search_finds_the_most_likely_nodes(kind, temperature):
-    """`width` nodes per level suffice if a level of the best tree has no more, as with a width of `num_nodes`."""
+    """A `width` that holds every level of the best tree suffices, and a width of `num_nodes` always does."""
     drafter = blocks.drafter(TARGET, **KINDS[kind])
     text, signals, context = start(drafter, temperature)
     search = jspec.DynamicTreeDrafter(drafter, num_nodes=NODES, max_depth=DEPTH, width=NODES)

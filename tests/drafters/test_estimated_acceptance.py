@@ -1,4 +1,4 @@
-"""Drafts end where the next token's estimated acceptance does not pay off, which is decided before it is drawn."""
+"""Drafts end when the next token would not pay off by its estimated acceptance, before the token is drawn."""
 
 import dataclasses
 

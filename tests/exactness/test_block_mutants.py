@@ -1,4 +1,4 @@
-"""Planted bugs of block drafters, each of which might be shipped: every one is caught.
+"""Planted bugs in block drafters. Each one might be shipped, and each one is caught.
 
 A wrong distribution, or a drawn token that is discarded, biases the output. The distribution of three tokens shows it.
 A wrong key, feature or position only costs acceptance, and the output stays exact. The PyTorch reference, or the
@@ -41,7 +41,7 @@ def traced_anew():
 
 
 def law(rule="rejection"):
-    """Return the p-value of three tokens, and what was seen. Drafts end where another token does not pay off."""
+    """Return the p-value of three tokens, and what was seen. Drafts end when another token would not pay off."""
     target = heads.markov_llama(np.asarray(toys.markov_pair(7)[0].table))
     details = {"markov": MarkovConfig("vanilla", 4), "confidence": "state and token", "drafts_from_first": True}
     block = blocks.block(target, num_layers=1, own_head=True, **details)

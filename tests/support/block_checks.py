@@ -14,7 +14,7 @@ from support.head_rounds import rounds
 
 
 def torch_tensor(value):
-    import torch  # not installed wherever the tests run
+    import torch  # not installed everywhere that tests run
 
     return torch.tensor(np.array(value))
 

@@ -1,4 +1,4 @@
-"""Planted bugs of block drafters. `test_block_mutants` says what catches each bug."""
+"""Planted bugs in block drafters. `test_block_mutants` says what catches each bug."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Block drafters in training: the blocks that are trained together are those that are drafted."""
+"""Training of block drafters: blocks that are trained together equal the blocks that are drafted."""
 
 import jax
 import jax.numpy as jnp

@@ -31,9 +31,9 @@ class DFlash2Config:
         group_size: the number of channels that share the weights projected from the input.
         rank: the size of the selector's vectors.
         num_candidates: C, the number of tokens per row that can be drafted.
-        embedding_scale: the factor of the rows' embeddings.
-        logit_scale: the factor of the logits, before the selector.
-        logit_cap: the bound of the logits after scaling, ``cap tanh(logits / cap)``; None for no bound.
+        embedding_scale: the factor that scales the rows' embeddings.
+        logit_scale: the factor that scales the logits, before the selector.
+        logit_cap: the bound on the logits after scaling, ``cap tanh(logits / cap)``; None for no bound.
     """
 
     num_taps: int
@@ -64,8 +64,8 @@ class BlockConfig:
             None if there is none.
         draft_vocab_size: D, the number of tokens that can be drafted; None for all of V.
         dflash2: the convolutions and the candidate selector; None if there are none.
-        windows: for each layer, the number of positions that a row attends to, up to its own; None for all. Empty if no
-            layer has a window.
+        windows: for each layer, the number of positions that a row attends to, ending at its own; None for all. Empty
+            if no layer has a window.
         own_embedding: whether the drafter has its own embedding instead of the target's.
         own_head: whether the drafter has its own output head. If not, a reduced vocabulary uses rows of the target's
             output head.

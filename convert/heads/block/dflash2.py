@@ -22,7 +22,7 @@ _WINDOW_FIELDS = "layer_types", "use_sliding_window"
 
 
 def is_used(raw: Fields) -> bool:
-    """Return whether a block drafter's config.json is that of a DFlash2 drafter."""
+    """Return whether a block drafter's config.json describes a DFlash2 drafter."""
     kind, names = raw.get("speculators_model_type"), raw.get("architectures")
     return kind == "dflash2" if kind is not None else isinstance(names, list) and ARCHITECTURE in names
 
@@ -78,10 +78,12 @@ def without_windows(raw: Fields) -> Fields:
 
 
 def is_causal(raw: Fields, windows: tuple[int | None, ...]) -> bool:
-    """Return whether a row attends only to earlier rows. The default is that of layers with sliding windows.
+    """Return whether the rows of a block attend only to earlier rows.
+
+    If the field is missing, layers with sliding windows are causal, and others are not.
 
     Raises:
-        CheckpointError: the default differs between layers.
+        CheckpointError: the field is missing, and only some layers have a window.
     """
     if raw.get("is_causal") is None and None in windows:
         raise CheckpointError(
@@ -100,7 +102,7 @@ def check_whole(drafts_from_first: bool, draft_vocab_size: int | None) -> None:
 
 
 def fields(config: DFlash2Config, with_scales: bool) -> Fields:
-    """Return the fields that `parse` parses back to `config`. The scales are optional."""
+    """Return the fields from which `parse` restores `config`. The scales and the bound are optional."""
     sizes: Fields = {theirs: getattr(config, ours) for theirs, ours in _SIZES.items()}
     scales: Fields = {theirs: getattr(config, ours) for theirs, ours in _SCALES.items()} | {_CAP: config.logit_cap}
     return sizes | (scales if with_scales else {})
@@ -112,7 +114,7 @@ def has_scales(config: DFlash2Config) -> bool:
 
 
 def window_fields(config: BlockConfig) -> Fields:
-    """Return the fields that `windows` and `is_causal` parse back to those of `config`."""
+    """Return the fields from which `windows` and `is_causal` restore their values in `config`."""
     kinds: Json = [_FULL if size is None else _SLIDING for size in config.windows]
     size = next((size for size in config.windows if size is not None), None)
     used: Fields = {"layer_types": kinds, "sliding_window": size, "use_sliding_window": True} if config.windows else {}

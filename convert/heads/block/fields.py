@@ -1,4 +1,4 @@
-"""Fields of a block drafter's config.json that are at the top level or in a section."""
+"""Fields of a block drafter's config.json that may be at the top level or in a section."""
 
 from convert.errors import CheckpointError
 from convert.json_fields import Fields, integer
@@ -8,7 +8,11 @@ RESTORE = "restore the drafter's own config.json"
 
 
 def once(raw: Fields, section: Fields, key: str) -> int:
-    """Return a positive integer that is in config.json or in its section."""
+    """Return a positive integer from the top level of config.json or from its section.
+
+    Raises:
+        CheckpointError: the field is missing, is not a positive integer, or differs between the two places.
+    """
     found = {integer(place, key) for place in (raw, section) if place.get(key) is not None}
     if len(found) != 1:
         said = f"{raw.get(key)!r} in config.json and {section.get(key)!r} in its {SECTION}"

@@ -68,9 +68,9 @@ def read(source: str | Path, num_layers: int | None = None) -> BlockFiles:
 
 
 def read_config(source: str | Path, num_layers: int | None = None) -> BlockConfig | None:
-    """Read only a block drafter's config.json, and the names of its tensors if there are any.
+    """Read only a block drafter's config.json, and the names of its tensors if their files are there.
 
-    Without tensors, a layout that may leave out the embedding and the output head is taken to do so.
+    Without tensors, assume that the embedding and the output head are left out if the layout allows it.
 
     Returns:
         None if config.json is not that of a block drafter.

@@ -42,7 +42,7 @@ def check_format(config: BlockConfig, format: str) -> None:
 
 
 def format_of(config: BlockConfig, origin: BlockOrigin | None) -> str:
-    """Return a format that can hold the drafter: if possible, that of the files that it was loaded from.
+    """Return a format that can hold the drafter, preferably that of the files that it was loaded from.
 
     Raises:
         CheckpointError: no format can hold the drafter.
@@ -70,7 +70,7 @@ def _unread(config: BlockConfig, format: str) -> dict[str, bool]:
         return {
             "causal blocks": causal,
             "scales of embeddings or logits": scaled,
-            "a candidate selector beside other heads, a reduced vocabulary or drafts from the first row on": others,
+            "a candidate selector with other heads, a reduced vocabulary or drafting from the first row": others,
             **windows,
         }
     if format == "deepspec":

@@ -31,7 +31,8 @@ class _Read:
     """The target's states that the drafter has read.
 
     Attributes:
-        cache: slot i holds the keys and values of the state at position i. Slots from the last token on hold anything.
+        cache: slot i holds the keys and values of the state at position i. Slots from the last token's position onward
+            hold arbitrary values.
         lengths: ``int32[B]``, the sequence lengths. The last token's state is not known yet.
     """
 
@@ -48,7 +49,7 @@ class _Drafting:
         hidden: ``[B, K, E]``, the states of the rows that predict the draft tokens.
         logits: ``float32[B, K, D]``, these rows' logits without any correction. With a candidate selector, they are
             ``float32[B, K, C]``.
-        candidates: ``int32[B, K, C]``, the tokens of these logits; None without a candidate selector.
+        candidates: ``int32[B, K, C]``, the tokens that these logits are for; None without a candidate selector.
         markov: ``[B, S, r]``, the Markov head's states at the last level.
         acceptance: ``float32[B, S]``, the confidence head's estimates for the tokens after the last level; None without
             a confidence head.
@@ -100,8 +101,8 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
     def quantize(self, kind: str = "int8") -> Self:
         """Return a copy with quantised matrices, including embeddings and tables. See `jspec.quantize`.
 
-        Draft tokens are drawn from the quantised block's own distribution, so the output stays exact. Only a block that
-        is not quantised can be saved.
+        Draft tokens are drawn from the quantised block's own distribution, so the output stays exact. The copy cannot
+        be saved.
 
         Raises:
             ValueError: under the same conditions as `jspec.quantize`.
@@ -114,9 +115,9 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
         Args:
-            format: "dflash", "jetspec", "deepspec", or "speculators" (read by vLLM).
-            own_head: whether to write the drafter's output head, if it has one. Pass False only if it is a part of the
-                target's output head. Only jspec reads such files.
+            format: "dflash", "jetspec", "dflash2", "deepspec", or "speculators" (read by vLLM).
+            own_head: whether to write the drafter's output head, if it has one. Pass False only if its rows are rows
+                of the target's output head. Only jspec reads such files.
 
         Raises:
             convert.CheckpointError: programs that read this format would compute results that differ from the
@@ -156,7 +157,7 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         check_target_of(block.config, target.config)
         narrow = block.new_cache(batch, tokens.shape[1])
         read = block.read(features, narrow, jnp.zeros(batch, jnp.int32), target)
-        room = block.new_cache(batch, whole_tiles(num_slots + block.config.block_size))  # a block is written, too
+        room = block.new_cache(batch, whole_tiles(num_slots + block.config.block_size))  # with slots for a block
         return _Read(insert_prefix(room, read), signals.known_lengths)
 
     def read(self, state: _Read, tokens: Array, start: Array, count: Array, signals: PromptSignals) -> _Read:
@@ -204,7 +205,7 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         return block.spread(logits), dataclasses.replace(carry, markov=markov, acceptance=acceptance)
 
     def acceptance(self, carry: _Drafting, logits: Array) -> Array:
-        """Return the confidence head's estimate if there is one. Without it, see `AutoregressiveDrafter.acceptance`."""
+        """Return the confidence head's estimate; without this head, that of `AutoregressiveDrafter.acceptance`."""
         return super().acceptance(carry, logits) if carry.acceptance is None else carry.acceptance[:, 0]
 
     def end(self, carry: _Drafting) -> _Read:

@@ -1,10 +1,12 @@
 """Block drafters: a few layers that predict several of the target's next tokens in one pass.
 
 The layers read a block of rows: the last token, and then mask tokens. The rows attend to each other, and to keys and
-values that each layer computes from the target's hidden states at the tokens before the block. These are cached. The
-block's own keys and values are written after them, and are overwritten in the next round. The designs are DFlash (arXiv
-2602.06036), DSpark (arXiv 2607.05147), which adds a Markov head, JetSpec (arXiv 2606.18394), whose rows attend only to
-earlier rows, and DFlash2 (https://inco.ai/blog/dflash2), which adds convolutions and a candidate selector.
+values that each layer computes from the target's hidden states at the tokens before the block. These keys and values
+are cached. The block's own are written after them, and are overwritten in the next round.
+
+There are four designs. DFlash (arXiv 2602.06036) is the basic one. DSpark (arXiv 2607.05147) adds a Markov head.
+JetSpec's rows attend only to earlier rows (arXiv 2606.18394). DFlash2 (https://inco.ai/blog/dflash2) adds convolutions
+and a candidate selector.
 """
 
 import itertools
@@ -35,7 +37,7 @@ class Block(nnx.Module):
 
     Attributes:
         origin: a description of the files that the block was loaded from; None if it was not loaded.
-        quantized: the kind to which `jspec.BlockDrafter.quantize` quantised the matrices; None if it did not.
+        quantized: the kind to which `jspec.BlockDrafter.quantize` quantised the matrices; None if not quantised.
     """
 
     def __init__(self, config: BlockConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -146,7 +148,7 @@ class Block(nnx.Module):
         if self.confidence_head is None:
             return None
         if self.config.confidence == "state and token":
-            assert self.markov_head is not None, "the vector of a token is the Markov head's"
+            assert self.markov_head is not None, "token vectors come from the Markov head"
             vectors = self.markov_head.markov_w1(tokens).astype(hidden.dtype)
             hidden = jnp.concatenate([hidden, vectors], axis=-1)
         return self.confidence_head(hidden)[..., 0].astype(jnp.float32)

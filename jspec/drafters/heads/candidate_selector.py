@@ -1,4 +1,4 @@
-"""Candidate selectors: a choice among the likeliest tokens of each row, by the token before (DFlash2)."""
+"""Candidate selectors, which choose among the most likely tokens of each row, given the token before it (DFlash2)."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +10,7 @@ from jspec.models.products import einsum
 
 
 class CandidateSelector(nnx.Module):
-    """A selector that keeps C tokens per row, its candidates, and scores them by the token before.
+    """A selector that keeps C candidate tokens per row, and scores them given the token before.
 
     Candidate c after token p scores ``u[c] + (A[p] * P h) . B[c]``, where u and h are the logits and the state of the
     candidate's row. The draft token's distribution is the softmax of the scores, so all other tokens have probability
@@ -28,13 +28,13 @@ class CandidateSelector(nnx.Module):
         self.hidden_projection = Linear(hidden_size, config.rank, False, dtype, rngs)
 
     def candidates(self, logits: Array) -> tuple[Array, Array]:
-        """Return the logits ``float32[B, R, C]`` and the ids ``int32[B, R, C]`` of the rows' likeliest tokens."""
+        """Return the logits ``float32[B, R, C]`` and the ids ``int32[B, R, C]`` of each row's candidates."""
         values, ids = lax.top_k(logits, self.config.num_candidates)
         values, cap = values * self.config.logit_scale, self.config.logit_cap
         return values if cap is None else cap * jnp.tanh(values / cap), ids
 
     def __call__(self, values: Array, ids: Array, tokens: Array, hidden: Array) -> Array:
-        """Score candidates after some tokens.
+        """Score candidates, given the tokens before them.
 
         Args:
             values: ``[B, S, C]``, the candidates' logits.
@@ -43,7 +43,7 @@ class CandidateSelector(nnx.Module):
             hidden: ``[B, S, E]``, the rows' states.
 
         Returns:
-            Logits ``float32[B, S, V]``, which are -inf for all tokens but the candidates.
+            Logits ``float32[B, S, V]``, which are -inf for all tokens except the candidates.
         """
         vector = self.predecessor_codebook(tokens).astype(hidden.dtype) * self.hidden_projection(hidden)
         followers = self.successor_codebook(ids.reshape(len(ids), -1)).astype(hidden.dtype).reshape(*ids.shape, -1)

@@ -1,4 +1,4 @@
-"""Decoder layers whose attention and MLP are each between two convolutions over the rows of a block (DFlash2)."""
+"""Decoder layers with convolutions over the rows of a block, before and after attention and MLP (DFlash2)."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class Convolution(nnx.Module):
 
     Output channel c of row i is ``sum_t (w[t, c] + d[i, t, g(c)]) x[i - t, c]``, where x is 0 before the block's first
     row. The weights w are trained. The weights d are projected from the sublayer's input at row i, and are the same for
-    all channels of a group g. See https://github.com/vllm-project/vllm/pull/52816, which added DFlash2 to vLLM.
+    all channels in group g(c). See https://github.com/vllm-project/vllm/pull/52816, which added DFlash2 to vLLM.
 
     Args:
         hidden_size: E.
@@ -60,7 +60,7 @@ class ConvolvedLayer(DecoderLayer):
     def __call__(
         self, x: Array, normed: Array, context: AttentionContext, following: RMSNorm | None
     ) -> tuple[Array, Array, Array, Array]:
-        """Do the same as `DecoderLayer`, with the convolutions. All rows of the block must be in x, and no others."""
+        """Run as `DecoderLayer` does, with the convolutions. ``x`` must hold all rows of the block, and no others."""
         rows, after = self.attention_conv.before(normed)
         mixed, keys, values = self.self_attn(rows, context)
         x = x + after(self.self_attn.o_proj(mixed))

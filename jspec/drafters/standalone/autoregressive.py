@@ -20,8 +20,8 @@ Carry = TypeVar("Carry")
 
 
 @pytree
-class _Outlook:
-    """Estimates for the draft so far, from the drafter's `acceptance`.
+class _Estimates:
+    """Estimates for the draft so far, computed from the drafter's `acceptance`.
 
     Attributes:
         expected: ``float32[B]``, the expected number of tokens of the round, including the target's own token.
@@ -34,17 +34,17 @@ class _Outlook:
 
 @pytree
 class _Progress:
-    """What decides about the next token.
+    """The state of a chain, which determines its next token.
 
     Attributes:
         token_counts: the token counts of sequence and draft, or None without penalties.
         continues: ``bool[B]``, whether the row drafts another token.
-        outlook: None if the policy does not need it.
+        estimates: the estimates for the draft so far; None if the policy does not need them.
     """
 
     token_counts: TokenCounts | None
     continues: Array
-    outlook: _Outlook | None
+    estimates: _Estimates | None
 
 
 @pytree
@@ -93,7 +93,7 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
         """Return an estimate ``float32[B]`` of the probability that a chain's next token will be accepted.
 
         The token has not been drawn yet, so the estimate depends only on the tokens before it. It affects the length of
-        the draft (`jspec.ByEstimatedAcceptance`) and never the output distribution. By default, it is the probability
+        the draft (`jspec.ByEstimatedAcceptance`), but never the output distribution. By default, it is the probability
         of the most likely token.
 
         Args:
@@ -138,11 +138,12 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
 
     def _draw(self, carry: Carry, logits: Array, progress: _Progress, k: Array | int, context: Context) -> _Drawn:
         """Draw draft token k. Rows whose draft ends before it get an all-zero distribution."""
-        logits, continues, outlook = fit_vocabulary(logits, context.vocab_size), progress.continues, progress.outlook
-        if outlook is not None and context.draft_length is not None:
-            survival = outlook.survival * self.acceptance(carry, logits)
-            continues &= context.draft_length.is_worthwhile(context.length_state, k, outlook.expected, survival)
-            outlook = _Outlook(outlook.expected + survival, survival)
+        logits, continues = fit_vocabulary(logits, context.vocab_size), progress.continues
+        estimates = progress.estimates
+        if estimates is not None and context.draft_length is not None:
+            survival = estimates.survival * self.acceptance(carry, logits)
+            continues &= context.draft_length.is_worthwhile(context.length_state, k, estimates.expected, survival)
+            estimates = _Estimates(estimates.expected + survival, survival)
         token_counts = progress.token_counts
         probs = token_probs(logits[:, None], context.transforms, token_counts)[:, 0]
         token = context.draw(k, probs)
@@ -154,16 +155,16 @@ class AutoregressiveDrafter(Stateless[State], Generic[State, Carry]):
             continues &= context.draft_length.continues(context.length_state, confidence)
         if token_counts is not None:
             token_counts = add_tokens(token_counts, token[:, None], jnp.ones((token.size, 1), bool))
-        return _Drawn(token, probs, _Progress(token_counts, continues, outlook))
+        return _Drawn(token, probs, _Progress(token_counts, continues, estimates))
 
 
 def _before_draft(logits: Array, context: Context) -> _Progress:
     """Return the progress before the first draft token, whose logits are ``[B, V]``."""
-    outlook = None
+    estimates = None
     if context.draft_length is not None and context.draft_length.needs_acceptance:
         certain = jnp.ones(context.lengths.size, jnp.float32)
-        outlook = _Outlook(certain, certain)
-    return _Progress(context.token_counts, _should_draft(logits, context), outlook)
+        estimates = _Estimates(certain, certain)
+    return _Progress(context.token_counts, _should_draft(logits, context), estimates)
 
 
 def _should_draft(logits: Array, context: Context) -> Array:

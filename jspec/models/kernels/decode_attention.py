@@ -53,7 +53,7 @@ def decode_attention(
         keys: ``[B, G, D, T]``.
         values: ``[B, G, T, D]``. Slots that no query sees may hold anything.
         positions: ``int32[B, S]``, consecutive in each row. S is at most 16.
-        form: the sizes, and what the new tokens attend to.
+        form: the sizes, the norms' constant, and whether attention among the new tokens is causal.
         norms: the weights ``[D]`` of the norms of each head's queries and keys, if they are normed before they are
             rotated (Qwen3).
         interpret: whether to interpret the kernel, which is slow but runs on any platform.
@@ -141,7 +141,7 @@ def _kernel(
     form: AttentionForm,
     shares: int,
 ) -> None:
-    """Run one program on the array parts that `_specs` assigns to it. The results are the last of `rest`."""
+    """Run one program on the array parts that `_specs` assigns to it. The results come last in `rest`."""
     heads, groups, size, eps, causal = form
     gammas, results = rest[: -(5 if shares > 1 else 3)], rest[-(5 if shares > 1 else 3) :]
     new_keys_ref, new_values_ref, sums_ref, *weight_refs = results
@@ -209,7 +209,7 @@ class _Norm(NamedTuple):
 def _rotated(
     ref: Ref, tables: tuple[Ref, Ref], steps: Array, heads: Array, real: Array, norm: _Norm | None
 ) -> tuple[Array, Array]:
-    """Norm, rotate as `jspec.models.rope.rotate` does, and return the two halves in float32."""
+    """Norm heads, rotate them as `jspec.models.rope.rotate` does, and return the two halves in float32."""
     where = steps[:, None], jnp.arange(ref.shape[2] // 2)[None, :]
     cos, sin = (triton.load(table.at[where], mask=real[:, None], other=0) for table in tables)
     halves = _halves(ref, steps, heads, real)
