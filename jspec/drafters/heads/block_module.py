@@ -5,7 +5,7 @@ values that each layer computes from the target's hidden states at the tokens be
 are cached. The block's own are written after them, and are overwritten in the next round.
 
 There are four designs. DFlash (arXiv 2602.06036) is the basic one. DSpark (arXiv 2607.05147) adds a Markov head.
-JetSpec's rows attend only to earlier rows (arXiv 2606.18394). DFlash2 (https://inco.ai/blog/dflash2) adds convolutions
+JetSpec's rows attend only to earlier rows (arXiv 2606.18394). DFlash2 (vLLM pull request 52816) adds convolutions
 and a candidate selector.
 """
 
