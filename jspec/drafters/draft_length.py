@@ -272,7 +272,8 @@ class ByEstimatedAcceptance(AtMost):
     draft token does not raise the ratio, nothing is drafted.
 
     The estimates are those of `jspec.drafters.AutoregressiveDrafter.acceptance`. A `jspec.drafters.BlockDrafter` with
-    a confidence head uses that head's estimates (DSpark, arXiv 2607.05147).
+    a confidence head uses that head's estimates (DSpark, arXiv 2607.05147), but not as a part of a
+    `jspec.MixtureDrafter`, whose tokens have another distribution.
 
     S_k depends only on the tokens before draft token k, and the decision precedes the draw. Given these tokens, a draft
     token is therefore either always verified or never drawn, so every exact rule stays exact. A decision that also

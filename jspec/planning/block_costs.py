@@ -15,7 +15,7 @@ from jspec.models.kv_cache import whole_tiles
 KERNELS_A_LAYER, KERNELS_A_BLOCK, KERNELS_A_TOKEN, KERNELS_A_LAYER_READ, KERNELS_A_READ = 10, 33, 22, 5, 9
 _BODY = ("layers.", "norm.", "hidden_norm.")
 _PARTS = {"fc": "fc.", "embedding": "embed_tokens.", "head": "lm_head.", "Markov head": "markov_head."}
-_CONFIDENCE = "confidence_head."
+_CONFIDENCE, _SELECTOR = "confidence_head.", "candidate_selector."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class BlockWeights:
             "body": self._bytes(*_BODY),
             **{name: self._bytes(prefix) for name, prefix in _PARTS.items()},
             "confidence head": self._bytes(_CONFIDENCE),
+            "candidate selector": self._bytes(_SELECTOR),
         }
 
     @property
@@ -55,8 +56,15 @@ class BlockWeights:
 
     @property
     def correction_bytes(self) -> int:
-        """The bytes that the Markov head reads per draft token: all except the table that embeds the token before."""
-        return self._bytes("markov_head.") - self._bytes("markov_head.markov_w1.")
+        """The bytes that the Markov head or the candidate selector reads per draft token.
+
+        The Markov head reads everything except the table that embeds the token before. The selector reads its
+        projection, and one row of its codebooks for each candidate.
+        """
+        markov, dflash2 = self._bytes("markov_head.") - self._bytes("markov_head.markov_w1."), self.config.dflash2
+        if dflash2 is None:
+            return markov
+        return markov + self._bytes(f"{_SELECTOR}hidden_") + dflash2.num_candidates * dflash2.rank * self.itemsize
 
     @property
     def store_bytes(self) -> int:

@@ -119,7 +119,8 @@ def plan(
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
             configuration is read or downloaded. A model's quantised matrices and reduced head count as such. `draft`
-            may also be a block drafter.
+            may also be a block drafter's `convert.heads.block.config.BlockConfig` or source. If its weights are not on
+            this machine, it is assumed to have its own embedding and output head where its layout allows them.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
         batch: the number of sequences decoded at once.
@@ -229,8 +230,10 @@ def _of_draft(source: object, target: Weights, device: Device, quantize: str | N
         weights = _weights(source, device)
         return dataclasses.replace(weights, quantized=quantize or weights.quantized)
     if quantize is not None:
-        raise ValueError(f"quantize={quantize!r} applies to draft models, not to block drafters; leave it out.")
+        raise ValueError(f"quantize={quantize!r} plans for quantised draft models, not block drafters; leave it out.")
     check_target_of(block, target.config)
+    if block.draft_vocab_size is not None:  # rows of the target's head are copied if the files have none
+        block = dataclasses.replace(block, own_head=True)
     return BlockWeights(block, target.itemsize)
 
 
@@ -243,8 +246,8 @@ def _weights(source: object, device: Device) -> Weights:
         source = read_config(resolve_config(source))
     if not isinstance(source, LlamaConfig):
         raise TypeError(
-            f"Only models can be planned, not an object of type {type(source).__name__}; pass a configuration, a "
-            "model, or a model's path or name."
+            f"Only models and block drafters can be planned, not an object of type {type(source).__name__}; pass a "
+            "configuration, a model, or a path or name."
         )
     return Weights(source, itemsize)
 

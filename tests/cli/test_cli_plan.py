@@ -165,7 +165,7 @@ def test_block_drafter_is_planned_from_its_config(run, folders, tmp_path):
     assert (code, error) == (0, "") and "block drafter" in out and "MB of the block drafter: body " in out
     assert re.findall(r"^ +(\d) +\d\.\d\d ", out, re.M) == ["1", "2", "3", "4"]
     code, _, error = run("plan", folders[0], tmp_path / "block", "--device", "t4", "--quantize", "int8")
-    assert code == 1 and "applies to draft models, not to block drafters" in error
+    assert code == 1 and "plans for quantised draft models, not block drafters" in error
     code, out, _ = run("plan", folders[0], tmp_path / "block", "--device", "t4", "--json")
     assert code == 0 and json.loads(out)["int8"] is None and json.loads(out)["block"]["Markov head"] == 0
 

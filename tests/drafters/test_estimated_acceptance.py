@@ -170,6 +170,14 @@ def test_policy_without_a_budget_decides(toy, prompts):
     np.testing.assert_array_equal(out.stats.drafted, 6)
 
 
+def test_part_without_estimates_drafts_its_whole_length():
+    """In a fallback, a horizontal cascade's second part must not count from the cascade's first token again."""
+    part = jspec.HorizontalDrafter(toys.tiny_llama(11), toys.tiny_llama(12), 1)
+    both, length = jspec.FallbackDrafter(part, toys.tiny_llama(13)), jspec.ByEstimatedAcceptance(K, 1.0)
+    decided = drafted(both, budget=jnp.full(len(TOKENS), K), draft_length=length)
+    check_drafts(decided, drafted(part), np.full(len(TOKENS), K))
+
+
 @pytest.mark.parametrize("name", ["ngram", "cascade", "horizontal", "lookup tree", "recycling"])
 def test_drafter_without_estimates_is_refused(toy, prompts, name):
     with pytest.raises((ValueError, TypeError), match=r"num_draft_tokens|confidence"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jspec
 from bench.pairs import SHAPES, dspark, nbytes
 from convert.config import LlamaConfig
-from convert.heads.block.config import MarkovConfig
+from convert.heads.block.config import DFlash2Config, MarkovConfig
 from jspec.core import devices
 from jspec.planning import plan as planning
 from jspec.planning import roofline
@@ -282,6 +282,19 @@ def test_block_bytes_match_block(kind, details):
     assert 2 * sum(found.block[name] for name in held.parts) == held.bytes == nbytes(nnx.state(block)) - table
     assert held.cache_bytes(3, 24) == nbytes(block.new_cache(3, 24 + 8))
     assert found.draft.footprint.weights - found.plain_footprint.weights == held.bytes // 2
+
+
+def test_selector_and_missing_head_are_planned():
+    """A candidate selector's codebooks take memory, and so do the target's rows for a reduced vocabulary."""
+    target = toys.tiny_llama(0, 3)
+    block = blocks.block(target, dflash2=DFlash2Config(num_taps=2, group_size=4, rank=6, num_candidates=3))
+    assert BlockWeights(block.config, 4).bytes == nbytes(nnx.state(block))
+    few = blocks.block(target, draft_vocab_size=5, own_head=True).config
+    planned = [
+        jspec.plan(target.config, dataclasses.replace(few, own_head=own), device="h100", length=16).block["head"]
+        for own in (True, False)
+    ]
+    assert planned[0] == planned[1] > 0
 
 
 def test_block_for_other_target_is_rejected():

@@ -70,7 +70,7 @@ def read(source: str | Path, num_layers: int | None = None) -> BlockFiles:
 def read_config(source: str | Path, num_layers: int | None = None) -> BlockConfig | None:
     """Read only a block drafter's config.json, and the names of its tensors if their files are there.
 
-    Without tensors, assume that the embedding and the output head are left out if the layout allows it.
+    Without tensors, assume that a speculators file has its own embedding and output head, because most do.
 
     Returns:
         None if config.json is not that of a block drafter.
@@ -82,10 +82,11 @@ def read_config(source: str | Path, num_layers: int | None = None) -> BlockConfi
     path = directory / "config.json"
     raw = read_object(path) if path.is_file() else {}
     try:
-        layout_of(raw)
+        layout = layout_of(raw)
     except CheckpointError:
         return None
-    names = scan(directory, tables=TABLES).keys() if any(directory.glob("*.safetensors")) else ()
+    assumed = (tensor_names.EMBEDDING, tensor_names.HEAD) if layout == "speculators" else ()
+    names = scan(directory, tables=TABLES).keys() if any(directory.glob("*.safetensors")) else assumed
     try:
         return parse(raw, names, num_layers)
     except CheckpointError as error:

@@ -63,6 +63,8 @@ def _propose_padded(part: Drafter[State], state: State, context: Context, num_dr
     """Return the draft of `part`, padded with empty positions after its `max_chain_length`, and the part's state."""
     count = int(min(num_draft_tokens, part.max_chain_length))
     part_context = at_most(context, count)
+    if not has_confidence(part):  # a part of this part could otherwise decide from its own tokens alone
+        part_context = dataclasses.replace(part_context, draft_length=None)
     draft, state = part.propose(state, part_context, count)
     draft, missing = as_draft(part, draft, part_context, count), num_draft_tokens - count
     if draft.probs is None:
