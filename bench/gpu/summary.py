@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ROWS = 9  # rows shown per step
+_ROWS = 8  # rows shown per step
 _WIDTH = 130
 _LEFT_OUT = {"what", "traceback", "file", "rounds", "ms_low", "ms_high", "x_low", "x_high", "over", "programs", "at"}
 

@@ -123,7 +123,7 @@ def test_medusa_heads_draft_from_their_folder(run, sources, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kind", "owl"], "kind is 'owl'; expected one of eagle, medusa"),
+        (["--kind", "owl"], "kind is 'owl'; expected one of eagle, block, medusa"),
         (["--loss", "l2"], "loss is 'l2'"),
         (["--boost", 2], "boost is 2, but kind is 'eagle'"),
         (["--data", "none.txt"], "none.txt"),

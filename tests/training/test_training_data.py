@@ -241,7 +241,7 @@ def test_invalid_data_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "owl"}, "kind is 'owl'; expected one of eagle, med"),
+        ({"kind": "owl"}, "kind is 'owl'; expected one of eagle, block, med"),
         ({"loss": "l2"}, "loss is 'l2'; expected one of"),
         ({"steps": 0}, "steps must be"),
         ({"length": 5000}, "length is 5000, but the target has 4096 positions"),
