@@ -96,7 +96,7 @@ def test_repeated_question_is_answered_at_different_temperature(monkeypatch, end
         asked.append([(tuple(prompt), float(one)) for prompt, one in zip(prompts, heat, strict=True)])
         return [[2 + i, ends[0] if i < ended else 1] for i in range(len(prompts))]
 
-    monkeypatch.setattr(writing, "_continue", answer)
+    monkeypatch.setattr(writing, "continued", answer)
     found = writing.write_chats(TARGET, chatty(), 0, batch=6, answer_tokens=4, temperatures=(0.0, 1.0))
     assert len(asked[1]) == 6 and len({*asked[1]}) == 6 == len(found)
     assert len({prompt for prompt, _ in asked[1]}) == ended
