@@ -88,7 +88,7 @@ def configs(pair: str) -> tuple[LlamaConfig, LlamaConfig]:
 
 
 def pair(name: str, dtype: Any, **changes: Any) -> tuple[jspec.Llama, jspec.Llama | jspec.BlockDrafter]:
-    """Return ``(target, draft)`` as shapes, for a name that `configs` accepts, or for "TARGET/dspark".
+    """Return the shapes of ``(target, draft)`` for a name that `configs` accepts, or for "TARGET/dspark".
 
     `changes` apply to both configs.
     """

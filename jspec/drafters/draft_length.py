@@ -224,7 +224,18 @@ class Heuristic(AtMost):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByAcceptance(AtMost):
+class _ByCost(AtMost):
+    """A policy that knows the cost of another draft token."""
+
+    cost_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("cost_ratio", self.cost_ratio, 0, 1000)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByAcceptance(_ByCost):
     """A policy that chooses the draft length that is fastest at the row's recent acceptance rate.
 
     The best k maximises ``(1 + a + ... + a^k) / (1 + k c)`` (Leviathan et al. 2023, theorem 3.8). c is `cost_ratio`,
@@ -235,12 +246,6 @@ class ByAcceptance(AtMost):
         cost_ratio: the cost of one more draft token, including its row in verification, as a fraction of the cost of
             one plain decoding step.
     """
-
-    cost_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_between("cost_ratio", self.cost_ratio, 0, 1000)
 
     def init(self, batch: int) -> tuple[Array, Array]:
         """Return the weighted numbers of accepted and verified draft tokens."""
@@ -262,7 +267,7 @@ class ByAcceptance(AtMost):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByEstimatedAcceptance(AtMost):
+class ByEstimatedAcceptance(_ByCost):
     """A policy that drafts another token as long as it raises the estimated number of tokens per unit of time.
 
     Let S_i be the estimated probability that the first i draft tokens are accepted, and c the `cost_ratio`. A round
@@ -283,12 +288,6 @@ class ByEstimatedAcceptance(AtMost):
         cost_ratio: the cost of one more draft token, including its row in verification, as a fraction of the cost of
             one plain decoding step.
     """
-
-    cost_ratio: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_between("cost_ratio", self.cost_ratio, 0, 1000)
 
     def is_worthwhile(self, state: PyTree, num_drafted: Array | int, expected: Array, survival: Array) -> Array:
         return survival * (1 + num_drafted * self.cost_ratio) > expected * self.cost_ratio

@@ -91,6 +91,11 @@ def draft_ids_of(tokens: np.ndarray, vocab_size: int) -> Array:
     return jnp.asarray(draft_ids)
 
 
+def target_ids_of(draft_ids: Array, count: int | None) -> Array:
+    """Return the tokens ``int32[D]`` from which `draft_ids_of` made ``draft_ids[V]``, where `count` is D."""
+    return jnp.argsort(draft_ids, stable=True)[:count]
+
+
 def spread_logits(logits: Array, draft_ids: Array) -> Array:
     """Return ``[B, S, V]``: ``logits[B, S, D]`` for the tokens that can be drafted, and -inf for all other tokens."""
     padded = jnp.pad(logits, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)

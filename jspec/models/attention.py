@@ -102,9 +102,13 @@ class Attention(nnx.Module):
             x: ``[B, S, E]``, the inputs of the projections.
             context: the cache, and the inputs' places in it.
         """
+        return _write(*self.keys_and_values(x), context.slots[:, 0], context)
+
+    def keys_and_values(self, x: Array) -> tuple[Array, Array]:
+        """Return the unrotated keys and the values ``[B, G, S, D]`` of ``x[B, S, E]``, without computing queries."""
         heads, groups, size = self.sizes
         _, k, v = _split(self.qkv_proj.outputs_from(x, heads * size), (0, groups, size))
-        return _write(k if self.k_norm is None else self.k_norm(k), v, context.slots[:, 0], context)
+        return k if self.k_norm is None else self.k_norm(k), v
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""

@@ -87,7 +87,7 @@ def score(
 
 
 def choose_blocks(tokens: Array, learned: Array) -> tuple[Array, Array]:
-    """Return the positions ``int32[B, A]`` of the blocks' first rows, and ``bool[B, A]``, which blocks to train.
+    """Return the positions ``int32[B, A]`` of the blocks' first rows, and whether to train each block, ``bool[B, A]``.
 
     Blocks start at random positions whose next token is to be learned. Their number is at most 512 per text, and at
     most half of the text's positions. The choice depends only on the batch, so a resumed run makes the same one.
@@ -123,7 +123,7 @@ def run(block: Block, target: Llama, tokens: Array, states: Array, starts: Array
     for layer, following in itertools.zip_longest(layers, layers[1:]):
         attention = layer.self_attn
         q, k, v = attention.split(attention.qkv_proj(normed))
-        _, context_k, context_v = attention.split(attention.qkv_proj(context))
+        context_k, context_v = attention.keys_and_values(context)
         past = rotate(context_k, context_tables), context_v
         mixed = _attend(rotate(q, tables), (rotate(k, tables), v), past, starts, config.causal)
         x, normed = add_and_norm(x, mixed, attention.o_proj, layer.post_attention_layernorm)

@@ -10,7 +10,7 @@ _WARMUP, _CLIP = 0.03, 1.0
 
 
 def optimizer(trainee: Trainee, rate: float, steps: int | None) -> optax.GradientTransformation:
-    """Return Muon for matrices other than tables, and AdamW, at half the rate, for all other weights.
+    """Return an optimiser: Muon for matrices other than tables, and AdamW at half the rate for the rest.
 
     The rate warms up to `rate`, then falls linearly to zero. In an endless run (None for `steps`), it is constant.
     """

@@ -44,7 +44,7 @@ def start(drafter, temperature):
 
 
 def scores_of_all_paths(drafter, state, context, temperature):
-    """Return path -> its scores ``[B]``, for all paths of at most `DEPTH` tokens.
+    """Return a dict that maps each path of at most `DEPTH` tokens to its scores ``[B]``.
 
     Each token adds a log-probability. Under greedy decoding, it is the draft's. Otherwise, it is that of drawing the
     token with the target's noise, as `foreseen` estimates it.

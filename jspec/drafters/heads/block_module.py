@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array, lax
 
 from convert.heads.block.config import BlockConfig, BlockOrigin
-from jspec.drafters.draft_vocabulary import spread_logits
+from jspec.drafters.draft_vocabulary import spread_logits, target_ids_of
 from jspec.drafters.heads.candidate_selector import CandidateSelector
 from jspec.drafters.heads.convolution import ConvolvedLayer
 from jspec.drafters.heads.markov import Markov
@@ -73,9 +73,7 @@ class Block(nnx.Module):
     @property
     def target_ids(self) -> Array | None:
         """The target ids ``int32[D]`` of the tokens that the block can draft, in the head's order; None for all."""
-        if self.draft_ids is None:
-            return None
-        return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
+        return None if self.draft_ids is None else target_ids_of(self.draft_ids[...], self.config.draft_vocab_size)
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """Return an empty cache with `slots` positions for each of `batch` rows."""

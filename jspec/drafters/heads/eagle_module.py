@@ -13,7 +13,7 @@ from jax import Array
 from convert.config import LlamaConfig
 from convert.heads.eagle.config import EagleConfig, EagleOrigin
 from jspec.core.tree import Branches
-from jspec.drafters.draft_vocabulary import spread_logits
+from jspec.drafters.draft_vocabulary import spread_logits, target_ids_of
 from jspec.models.attention import Attention, AttentionContext
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm
@@ -70,9 +70,7 @@ class Eagle(nnx.Module):
     @property
     def target_ids(self) -> Array | None:
         """The target ids ``int32[D]`` of the tokens that the head can draft, in the head's order; None for all."""
-        if self.draft_ids is None:
-            return None
-        return jnp.argsort(self.draft_ids[...], stable=True)[: self.config.draft_vocab_size]
+        return None if self.draft_ids is None else target_ids_of(self.draft_ids[...], self.config.draft_vocab_size)
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """Return an empty cache with `slots` positions for each of `batch` rows."""

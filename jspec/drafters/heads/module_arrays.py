@@ -14,7 +14,7 @@ _DRAFT_IDS = "draft_ids"
 
 
 def no_output_head(source: object, draft_vocab_size: int | None) -> CheckpointError:
-    """Return the error for files with a reduced vocabulary and without an output head, if there is no target."""
+    """Return the error for files that have a reduced vocabulary but no output head, if no target is given."""
     return CheckpointError(
         f"{source} has no lm_head.weight for the {draft_vocab_size} tokens that it can draft; pass the target, whose "
         "lm_head has a row for each of these tokens: load(path, target)."
