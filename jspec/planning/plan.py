@@ -119,7 +119,7 @@ def plan(
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
             configuration is read or downloaded. A model's quantised matrices and reduced head count as such. `draft`
-            may also be a block drafter. Without its files of weights, an embedding and output head count where allowed.
+            may also be a block drafter. If a speculators drafter's weights are missing, its embedding and head count.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
         batch: the number of sequences decoded at once.
