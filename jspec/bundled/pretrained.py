@@ -7,6 +7,7 @@ from jspec.bundled.head_data import head_of
 from jspec.core.sharding import Placement
 from jspec.drafters import EagleDrafter, FallbackDrafter, NGramDrafter
 from jspec.drafters.combine.fallback import with_lookup_first
+from jspec.drafters.heads.quantized_heads import quantize_for
 from jspec.models.llama import Llama
 from jspec.models.load import load
 from jspec.text import load_tokenizer
@@ -20,7 +21,8 @@ def pretrained(
 
     The drafter uses prompt lookup (`NGramDrafter`), which needs no weights. If jspec ships a trained head for the
     model, as it does for smollm2, the drafter is a `FallbackDrafter`: it tries prompt lookup first and falls back to
-    the head. The tokenizer includes the model's chat template.
+    the head. The head is quantised to int8 if the target's weights are packed in a quantised format. The tokenizer
+    includes the model's chat template.
 
     Args:
         name: the model's short name. The model is downloaded only if it is not found on this machine.
@@ -35,6 +37,8 @@ def pretrained(
         raise ValueError(
             f"{name!r} is not one of the known models, {', '.join(MODELS)}; use jspec.load for other models."
         )
-    target, folder = load(name, dtype, quantize, sharding), head_of(name)
-    drafter = NGramDrafter() if folder is None else with_lookup_first(EagleDrafter.load(folder, target, dtype))
-    return target, drafter, load_tokenizer(name)
+    target, folder, tokenizer = load(name, dtype, quantize, sharding), head_of(name), load_tokenizer(name)
+    if folder is None:
+        return target, NGramDrafter(), tokenizer
+    head = quantize_for(target, EagleDrafter.load(folder, target, dtype), quantize)
+    return target, with_lookup_first(head), tokenizer

@@ -30,12 +30,13 @@ BESIDE = f"{LOOKUP}+"
 _EXIT = re.compile(r"exit:([1-9]\d*)((?:-\d+)*)")
 BUNDLED_TARGET, PAIR_DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 _TREES = "pass", "several"  # head kinds that are trained for one tree
+_QUANTIZABLE = None, "eagle", "block"  # head kinds that can be quantised; None stands for a model
 
 
 class Precision(NamedTuple):
     """The precision of target and draft. See `jspec.load`.
 
-    `quantize` applies to the target, and `draft_quantize` to a draft model.
+    `quantize` applies to the target, and `draft_quantize` to the draft.
     """
 
     dtype: str | None = None
@@ -119,18 +120,20 @@ class Sources:
         """Return the precision that the options select.
 
         Raises:
-            UsageError: `draft_quantize` is set, but the draft is not a model.
+            UsageError: `draft_quantize` is set, but the draft cannot be quantised.
         """
-        if draft_quantize is not None and (not is_model(self.draft) or self.head_kind):
+        if draft_quantize is not None and not (is_model(self.draft) and self.head_kind in _QUANTIZABLE):
             raise UsageError(
-                f"--draft-quantize needs a draft model, but {self.name} is not one; leave out --draft-quantize."
+                f"--draft-quantize needs a draft model, an EAGLE head or a block drafter, but {self.name} is none of "
+                "these; leave out --draft-quantize."
             )
         return Precision(dtype, quantize, int(activation_bits), draft_quantize or quantize)
 
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
-        """Return the target and its drafter, if any. For heads, only `precision.dtype` applies."""
+        """Return the target and its drafter, if any. Only EAGLE heads and block drafters are quantised like models."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
+        from jspec.drafters.heads.quantized_heads import quantize_for
 
         drafter = without_model(self.draft)  # quick checks come first
         if _EXIT.fullmatch(self.draft):
@@ -138,7 +141,7 @@ class Sources:
         dtype, quantize, bits, draft_quantize = precision
         target = load(self.target, dtype, quantize, activation_bits=bits)
         if kind := self.head_kind:
-            drafter = drafter_class(kind).load(self.draft, target, dtype)
+            drafter = quantize_for(target, drafter_class(kind).load(self.draft, target, dtype), draft_quantize)
         elif is_model(self.draft):
             drafter = load(self.draft, dtype, draft_quantize, activation_bits=bits)
         return target, with_lookup_first(cast("DraftSource", drafter)) if self.looks_up else drafter

@@ -105,13 +105,19 @@ ActivationBits = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    choice("--quantize", "Quantise the weights of target and draft, but not trained heads.", "int8", "int4"),
+    choice(
+        "--quantize",
+        "Quantise the weights of target and draft. Of trained heads, only EAGLE heads and blocks are quantised.",
+        "int8",
+        "int4",
+    ),
 ]
 DraftQuantize = Annotated[
     str | None,
     choice(
         "--draft-quantize",
-        "Quantise the draft model. This does not change the output's distribution [default: the value of --quantize].",
+        "Quantise the draft. This does not change the output's distribution [default: the value of --quantize, or int8 "
+        "for EAGLE heads and block drafters of a target with packed quantised weights].",
         "int8",
         "int4",
     ),

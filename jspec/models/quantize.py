@@ -28,7 +28,7 @@ from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.layers import Embed, Linear, Module, copy_tree
 from jspec.models.llama import Llama, all_parts, matrices, set_parts
 from jspec.models.matrix_parts import MatrixPart, widen
-from jspec.models.packed import PackedMatrix
+from jspec.models.packed import FLOATS, PackedMatrix
 from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 
 _FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}  # the formats of packed matrices, 8.5 and 5 bits per weight
@@ -71,18 +71,19 @@ def quantize(model: Llama, kind: str = "int8") -> Llama:
     return model
 
 
-def quantized_copy(module: Module, kind: str, dtype: jnp.dtype) -> Module:
+def quantized_copy(module: Module, kind: str, dtype: jnp.dtype, activation_bits: int = 24) -> Module:
     """Return a copy of a module whose matrices are quantised. See `quantize`.
 
     Args:
         dtype: the dtype of activations.
+        activation_bits: the size of rounded activations, unless those of packed matrices in `module` are smaller.
 
     Raises:
         ValueError: under the same conditions as `quantize`.
     """
     check_kind(kind)
     packed = [part for part in all_parts(module) if isinstance(part, PackedMatrix)]
-    bits = min((part.activation_bits for part in packed), default=24)
+    bits = min((activation_bits, *(part.activation_bits for part in packed)))
     widths = {name: _width(matrix) for name, matrix in matrices(module).items()}
     format = packed_format(kind, widths, None, bool(packed) or _can_be_packed(module, dtype), bits)
     module = copy_tree(module)
@@ -192,6 +193,11 @@ def _checked_group_size(weight: Array, name: str) -> int:
             'spans two devices; use another sharding, or quantize="int8".'
         )
     return size
+
+
+def packed_codes(model: Llama) -> list[PackedMatrix]:
+    """Return the packed matrices of a quantised format."""
+    return [part for part in all_parts(model) if isinstance(part, PackedMatrix) and part.format not in FLOATS]
 
 
 def is_packed_by_default(dtype: jnp.dtype) -> bool:

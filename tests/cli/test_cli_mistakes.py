@@ -25,12 +25,12 @@ MISTAKES = {
     "quantised lookup": (
         ["x", "--draft", "lookup", "--draft-quantize", "int4"],
         2,
-        "needs a draft model, but lookup is not one; leave out",
+        "or a block drafter, but lookup is none of these; leave out",
     ),
     "quantised exit": (
         ["x", "--draft", "exit:3", "--draft-quantize", "int4"],
         2,
-        "a draft model, but exit:3 is not one",
+        "or a block drafter, but exit:3 is none of these",
     ),
     "no exit": (["x", "--draft", "exit:0"], 2, "exit:0 is not an exit; write exit:N"),
     "no exit to be found": (

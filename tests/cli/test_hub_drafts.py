@@ -86,9 +86,13 @@ def test_serve_takes_repo_id(hub, target, monkeypatch, run):
     assert code == 1 and "no/target" in error and REPO not in hub
 
 
-def test_draft_quantize_is_refused(hub, target, run):
-    code, _, error = run("generate", "x", "--target", target, "--draft", REPO, "--draft-quantize", "int8")
-    assert code == 2 and f"{REPO} is not one" in error
+def test_draft_quantize_applies_to_blocks(hub, target, run):
+    options = ["generate", "the in a", "--target", target, "--temperature", 0, "--max-new-tokens", 9, "--json"]
+    code, plain, _ = run(*options, "--plain")
+    assert code == 0
+    code, out, error = run(*options, "--draft", REPO, "--draft-quantize", "int8")
+    assert code == 0, error
+    assert json.loads(out)["text"] == json.loads(plain)["text"]
 
 
 def test_offline_hub_is_named(hub, target, run):

@@ -98,16 +98,19 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         """
         return cls(block_weights.load(path, target, dtype))
 
-    def quantize(self, kind: str = "int8") -> Self:
+    def quantize(self, kind: str = "int8", activation_bits: int = 24) -> Self:
         """Return a copy with quantised matrices, including embeddings and tables. See `jspec.quantize`.
 
         Draft tokens are drawn from the quantised block's own distribution, so the output stays exact. The copy cannot
         be saved.
 
+        Args:
+            kind, activation_bits: same as in `jspec.load`, where `kind` is called `quantize`.
+
         Raises:
             ValueError: under the same conditions as `jspec.quantize`.
         """
-        block = quantized_copy(self._block, kind, self._block.dtype)
+        block = quantized_copy(self._block, kind, self._block.dtype, activation_bits)
         block.quantized = kind
         return type(self)(block)
 

@@ -11,7 +11,7 @@ from convert import dtypes
 from convert.heads.block import files as block_files
 from convert.heads.block.config import check_target_of
 from jspec.drafters.heads.block_module import Block
-from jspec.drafters.heads.module_arrays import arrays_of, fill, no_output_head
+from jspec.drafters.heads.module_arrays import arrays_of, check_unquantized, fill, no_output_head
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
@@ -37,8 +37,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
 
 def save(block: Block, destination: str | Path, format: str, own_head: bool) -> Path:
     """Save a block. See `jspec.BlockDrafter.save`."""
-    if block.quantized is not None:
-        raise ValueError(f"The block drafter is {block.quantized} and cannot be saved; save it before it is quantised.")
+    check_unquantized("block drafter", block.quantized)
     written = dataclasses.replace(block.config, own_head=own_head and block.config.own_head)
     arrays, draft_ids = arrays_of(block)
     if not written.own_head:

@@ -19,6 +19,7 @@ from jspec.drafters.signals import NO_SIGNALS, PromptSignals, TargetSignals
 from jspec.drafters.standalone.autoregressive import AutoregressiveDrafter
 from jspec.models.kv_cache import KVCache, insert_prefix
 from jspec.models.llama import Llama
+from jspec.models.quantize import quantized_copy
 
 
 @pytree
@@ -72,6 +73,22 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         """
         return cls(eagle_weights.load(path, target, dtype))
 
+    def quantize(self, kind: str = "int8", activation_bits: int = 24) -> Self:
+        """Return a copy with quantised matrices. See `jspec.quantize`.
+
+        Draft tokens are drawn from the quantised head's own distribution, so the output stays exact. The copy cannot be
+        saved.
+
+        Args:
+            kind, activation_bits: same as in `jspec.load`, where `kind` is called `quantize`.
+
+        Raises:
+            ValueError: under the same conditions as `jspec.quantize`.
+        """
+        head = quantized_copy(self._head, kind, self._head.dtype, activation_bits)
+        head.quantized = kind
+        return type(self)(head)
+
     def save(self, path: str | Path, format: str = "speculators", own_head: bool | None = None) -> Path:
         """Write config.json, with every flag, and model.safetensors to a new directory.
 
@@ -86,6 +103,7 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         Raises:
             convert.CheckpointError: programs that read this layout would compute results that differ from the head's,
                 or `path` exists or cannot be written.
+            ValueError: the drafter is quantised.
         """
         return eagle_weights.save(self._head, path, format, own_head)
 

@@ -31,11 +31,13 @@ class Eagle(nnx.Module):
 
     Attributes:
         origin: a description of the files that the head was loaded from; None if it was not loaded.
+        quantized: the kind to which `jspec.EagleDrafter.quantize` quantised the matrices; None if not quantised.
     """
 
     def __init__(self, config: EagleConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config, layer = config, config.layer
         self.origin: EagleOrigin | None = None
+        self.quantized: str | None = None
         size, target_size = layer.hidden_size, config.target_hidden_size
         first = config.generation == 1
         read = 2 * size if first else len(config.features) * target_size

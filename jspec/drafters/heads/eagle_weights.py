@@ -11,7 +11,7 @@ from convert import dtypes
 from convert.errors import CheckpointError
 from convert.heads.eagle import files as eagle_files
 from jspec.drafters.heads.eagle_module import Eagle, check_target_of
-from jspec.drafters.heads.module_arrays import arrays_of, fill, no_output_head
+from jspec.drafters.heads.module_arrays import arrays_of, check_unquantized, fill, no_output_head
 from jspec.models.llama import Llama
 from jspec.models.load import as_stored, default_dtype
 
@@ -38,6 +38,7 @@ def load(source: str | Path, target: Llama | None = None, dtype: DTypeLike | Non
 
 def save(head: Eagle, destination: str | Path, layout: str, own_head: bool | None) -> Path:
     """Save a head. See `jspec.EagleDrafter.save`."""
+    check_unquantized("EAGLE head", head.quantized)
     config, origin = head.config, head.origin
     if own_head is None and origin is not None and origin.layout == layout:
         own_head = config.own_head and "lm_head.weight" in origin.names

@@ -21,6 +21,12 @@ def no_output_head(source: object, draft_vocab_size: int | None) -> CheckpointEr
     )
 
 
+def check_unquantized(name: str, kind: str | None) -> None:
+    """Raise ValueError if a drafter was quantised to `kind`, because it cannot be saved."""
+    if kind is not None:
+        raise ValueError(f"The {name} is {kind} and cannot be saved; save it before it is quantised.")
+
+
 def variables(module: nnx.Module) -> dict[str, nnx.Variable[Array]]:
     """Return a module's variables by name."""
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
