@@ -22,6 +22,7 @@ from jspec.drafters.combine.fallback import with_lookup_first
 
 DRAFTING = ("tokens per round", "accepted")
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
+Reading = tuple[dict[str, Any], dict[str, np.ndarray]]  # the outputs of each program, and its seconds in each turn
 
 
 def here(subject: Subject, longest: int) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def run(
     temperature: float,
     tree: tuple[int, ...],
 ) -> None:
-    """Publish one row per question kind, batch size and program.
+    """Publish one row per question kind, batch size and program, and rows for all kinds together.
 
     Args:
         questions: the questions, as `chats.by_kind` returns them.
@@ -114,13 +115,22 @@ def run(
     """
     longest = max(len(one) for asked in questions.values() for one in asked)
     others, rows = {} if temperature else here(subject, longest + new_tokens), []
+    readings: dict[int, list[Reading]] = {batch: [] for batch in batches}
     for kind, asked in questions.items():
         for batch in batches:
             size = max(count, batch) // batch * batch
-            calls = programs(subject, others, asked[:size], batch, k, new_tokens, temperature, tree)
+            first, calls = (
+                programs(subject, others, some, batch, k, new_tokens, temperature, tree)
+                for some in (one_per_width(subject.tokenizer, asked[:size], batch), asked[:size])
+            )
+            for compile_all in first.values():
+                compile_all()
             outs: dict[str, Any] = {}
-            times = in_turns(kept(calls, outs), repeats, warmup=1)
+            times = in_turns(kept(calls, outs), repeats, warmup=0)
+            readings[batch].append((outs, times))
             rows += _rows(kind, batch, outs, times)
+    if len(questions) > 1:
+        rows += [row for batch in batches for row in _rows("all", batch, *_together(readings[batch]))]
     wanted = () if temperature else ("torch", "llama_cpp")
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
     asked_of = "-held-out" if chats.HELD_OUT in questions else ""
@@ -143,6 +153,13 @@ def run(
     )
 
 
+def one_per_width(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[np.ndarray]:
+    """Return a batch of questions for each width to which batches are padded, and thus for each compiled program."""
+    groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
+    by_width = {chats.requests(tokenizer, group, batch)[0][0].shape[1]: group for group in groups}
+    return [row for group in by_width.values() for row in group]
+
+
 def kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Return `calls`, changed to store their results in `outs`."""
 
@@ -150,6 +167,13 @@ def kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str,
         outs[name] = calls[name]()
 
     return {name: functools.partial(keep, name) for name in calls}
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    """Return the answers to all kinds of question, and the times of the programs that measured every kind."""
+    names = [name for name in readings[0][0] if all(name in outs for outs, _ in readings)]
+    outs = {name: [one for found, _ in readings for one in found[name]] for name in names}
+    return outs, {name: np.sum([times[name] for _, times in readings], axis=0) for name in names}
 
 
 def _rows(kind: str, batch: int, outs: dict[str, Any], times: dict[str, np.ndarray]) -> list[dict[str, Any]]:

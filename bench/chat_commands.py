@@ -84,9 +84,7 @@ def answers(
     tune: Annotated[
         bool, typer.Option("--tune", help="With --pair: also measure the length that tune chooses.")
     ] = False,
-    bits: Annotated[
-        int | None, typer.Option("--activation-bits", help="With --pair: 8, 16 or 24 bits per activation.")
-    ] = None,
+    bits: Annotated[int | None, typer.Option("--activation-bits", help="8, 16 or 24 bits per activation.")] = None,
     draft_vocabulary: Annotated[
         int | None,
         typer.Option(
@@ -132,15 +130,18 @@ def answers(
         return
     from bench import answers, chats
 
-    only_pair = {"activation_bits": bits, "draft_vocabulary": draft_vocabulary, "draft_quantize": draft_quantize}
+    only_pair = {"draft_vocabulary": draft_vocabulary, "draft_quantize": draft_quantize}
     _reject("with --pair", draft=draft, questions=questions, transformers=twins, tune=tune, **only_pair)
     if len(k or []) > 1:
         raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one value.")
     if tree and head is None:
         raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
-    subject, requests = answering(new_tokens, target or "smollm2", output, head), requests or 4
+    subject = answering(new_tokens, target or "smollm2", output, head, bits or 24)
+    requests = requests or 4
     with one_sentence():
         asked = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
+    if bits is not None:
+        subject = dataclasses.replace(subject, name=f"{subject.name}, {bits}-bit activations")
     answers.run(subject, asked, batch, requests, k[0] if k else 4, new_tokens, repeats or 5, temperature, tree or ())
 
 

@@ -128,9 +128,12 @@ def measured(
         return subject.find(new_tokens, pair, target, draft, *rest, activation_bits=activation_bits)
 
 
-def answering(new_tokens: int, target: str, output: Path | None, head: Path | None = None) -> "Subject":
+def answering(
+    new_tokens: int, target: str, output: Path | None, head: Path | None = None, activation_bits: int = 24
+) -> "Subject":
     """Return a chat target with a trained head or prompt lookup. Invalid options end the command with one sentence."""
-    return need_template(measured(new_tokens, "bundled", target, "lookup" if head is None else str(head), None, output))
+    draft = "lookup" if head is None else str(head)
+    return need_template(measured(new_tokens, "bundled", target, draft, None, output, activation_bits=activation_bits))
 
 
 def without_draft(new_tokens: int, target: str | None, output: Path | None) -> "Subject":

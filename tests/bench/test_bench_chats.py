@@ -16,6 +16,7 @@ import jspec
 from bench import agreement, answers, chats, first_answer, llamacpp, plots, rivals
 from bench.__main__ import app
 from bench.subject import Subject
+from jspec.text import load_tokenizer
 from jspec.training import dataset as rows
 from pair.corpus import Document
 from support import eagle_heads, text_pair
@@ -170,9 +171,11 @@ def test_answers_are_timed_by_kind_batch_and_program(bench, short, monkeypatch):
     options = "--requests 1 --batch 1 --batch 2 --num-draft-tokens 1 --max-new-tokens 6 --repeats 1"
     report = bench("answers", *options.split())
     rows = {(row["question"], row["batch"], row["program"]): row for row in report["rows"]}
-    assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in chats.KINDS for batch in (1, 2)}
-    for (_, batch, program), row in rows.items():
-        assert row["tokens/s"] > 0 and row["same texts"] == f"{batch} of {batch}"
+    kinds = *chats.KINDS, "all"
+    assert {(kind, batch) for kind, batch, _ in rows} == {(kind, batch) for kind in kinds for batch in (1, 2)}
+    for (kind, batch, program), row in rows.items():
+        count = batch * (len(chats.KINDS) if kind == "all" else 1)
+        assert row["tokens/s"] > 0 and row["same texts"] == f"{count} of {count}"
         assert (row["tokens per round"] != "") == (program in ("lookup", "recycling, 8 nodes"))
     assert rows["code", 1, "plain"]["x plain"] == 1
     if importlib.util.find_spec("torch"):
@@ -220,6 +223,20 @@ def test_tree_head_is_not_combined_with_lookup(branches, chatty):
     )
     names = answers.drafters(Subject("x", target, head), 2, ())
     assert "head" in names and ("lookup, else head" in names) is not branches
+
+
+def test_one_question_is_chosen_per_compiled_width(chatty):
+    asked = [np.arange(size) for size in (3, 4, 200, 5, 210)]
+    tokenizer = load_tokenizer(chatty)
+    assert [row.size for row in answers.one_per_width(tokenizer, asked, 1)] == [5, 210]
+    assert [row.size for row in answers.one_per_width(tokenizer, asked[:4], 2)] == [3, 4, 200, 5]
+
+
+def test_readings_of_all_kinds_are_added():
+    kinds = ({"plain": [[1]], "lookup": [[1]]}, {"plain": [[2]]})
+    times = ({name: np.array([1.0, 2.0]) for name in outs} for outs in kinds)
+    outs, seconds = answers._together(list(zip(kinds, times, strict=True)))
+    assert outs == {"plain": [[1], [2]]} and seconds["plain"].tolist() == [2, 4]
 
 
 def test_speeds_count_each_programs_own_tokens():
