@@ -157,7 +157,9 @@ def _attend(q: Array, own: tuple[Array, Array], past: tuple[Array, Array], start
     ]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) / math.sqrt(width), axis=-1).astype(q.dtype)
     mixed = einsum("bghart,bgtd->bghard", weights[..., :size], past[1], jnp.float32)
-    mixed += einsum("bghart,bgatd->bghard", weights[..., size:], values, jnp.float32)
+    # XLA's CPU kernels do not support this product of bfloat16 arrays if it has many batches.
+    own_weights, values = (part.astype(jnp.float32) for part in (weights[..., size:], values))
+    mixed += einsum("bghart,bgatd->bghard", own_weights, values)
     return jnp.moveaxis(mixed.astype(q.dtype).reshape(batch, heads, total, width), 1, 2).reshape(batch, total, -1)
 
 

@@ -44,6 +44,20 @@ def test_blocks_run_together_equal_single_blocks(layout):
         np.testing.assert_allclose(found[row, start], alone[0, -block.config.num_draft_tokens :], atol=2e-6)
 
 
+def test_many_blocks_attend_in_bfloat16():
+    """XLA's CPU kernels support some products of bfloat16 arrays only in small batches."""
+    shapes = (4, 9, 1280, 64), (4, 3, 1280, 64), (4, 3, 512, 64)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, own, past = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    starts = jnp.arange(1024).reshape(4, 256) % 512
+    attend = jax.jit(lambda q, own, past: block_training._attend(q, (own, own), (past, past), starts, False))
+    found, expected = (
+        np.asarray(attend(*(part.astype(dtype) for part in (q, own, past))), np.float32)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    np.testing.assert_allclose(found, expected, atol=0.05)
+
+
 def drafted(block, tokens, length, depth):
     """Yield the logits of a draft that starts after ``tokens[:length]`` and matches the text."""
     prompt, lengths = jnp.where(jnp.arange(S) < length, tokens, 0)[None], jnp.array([length])
