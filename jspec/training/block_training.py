@@ -15,6 +15,7 @@ from convert.generation_config import SamplingDefaults
 from convert.heads.block.config import BlockConfig, MarkovConfig
 from jspec.drafters.draft_vocabulary import draft_ids_of
 from jspec.drafters.heads.block_module import Block
+from jspec.models.groups import GROUP
 from jspec.models.layers import add_and_norm
 from jspec.models.llama import Llama
 from jspec.models.products import einsum
@@ -25,7 +26,7 @@ from jspec.training.target_states import TargetStates
 
 _MOST_BLOCKS = 512  # per text, as in DSpark
 _LAYERS = 20  # layers of the target for each layer of a new block
-_RANK = 24  # the target's hidden size over the rank of the Markov head
+_RANK = 24  # the target's hidden size over the rank of the Markov head, before rounding
 
 
 def new_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int) -> Block:
@@ -48,7 +49,7 @@ def new_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int
         block_size=depth,
         mask_id=sizes.vocab_size - 1,
         drafts_from_first=True,
-        markov=MarkovConfig("vanilla", max(8, sizes.hidden_size // _RANK)),
+        markov=MarkovConfig("vanilla", max(GROUP, sizes.hidden_size // _RANK // GROUP * GROUP)),  # can be quantised
         confidence="state and token",
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         own_head=draft_ids is not None,

@@ -166,6 +166,8 @@ def check_fits(drafter: Trainable, target: Llama, depth: int) -> None:
         )
     if isinstance(drafter, ModelDrafter) and drafter.model.quantized is not None:
         raise _quantized(drafter.model.quantized)
+    if isinstance(drafter, EagleDrafter) and drafter.head.quantized is not None:
+        raise _quantized(drafter.head.quantized)
     if isinstance(drafter, BlockDrafter):
         _check_block(drafter)
     length = {} if own_tree(drafter) else {"num_draft_tokens": depth}

@@ -7,14 +7,14 @@ import pytest
 
 from convert.heads.block.config import MarkovConfig
 from jspec.core.tree import Level, Tree
-from jspec.drafters import BlockDrafter
+from jspec.drafters import BlockDrafter, EagleDrafter
 from jspec.drafters.base import Context, TargetView
 from jspec.drafters.signals import PromptSignals
 from jspec.models.kv_cache import prefill_with_features
 from jspec.training import block_training, kinds
 from jspec.training.objective import judge
 from jspec.training.target_states import run_target
-from support import blocks
+from support import blocks, eagle_heads
 from support.trainings import TARGET, V
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -124,17 +124,20 @@ def test_confidence_learns_the_acceptance_rate():
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
+        (lambda: EagleDrafter(eagle_heads.eagle(TARGET)).quantize(), "The drafter is int8 and cannot be trained"),
         (lambda: blocks.drafter(TARGET).quantize(), "The drafter is int8 and cannot be trained"),
         (lambda: blocks.drafter(TARGET, windows=(8, None)), "has layers with windows, which cannot be trained"),
     ],
 )
-def test_blocks_that_cannot_be_trained_are_refused(drafter, message):
+def test_heads_that_cannot_be_trained_are_refused(drafter, message):
     with pytest.raises(ValueError, match=message):
         kinds.check_fits(drafter(), TARGET, 2)
 
 
 def test_tables_are_not_trained_by_muon():
-    trainee = kinds.trainee_of(kinds.of_block(TARGET, np.arange(V - 2), 3, 0))
+    drafter = kinds.of_block(TARGET, np.arange(V - 2), 3, 0)
+    assert drafter.block.config.markov.rank == 32  # so that its tables can be packed
+    trainee = kinds.trainee_of(drafter)
     sizes = {trainee.weights[name].shape[1] for name in trainee.tables}
     assert len(trainee.tables) == 2 and sizes == {V, V - 2}
     assert trainee.draft_ids.tolist() == list(range(V - 2))
