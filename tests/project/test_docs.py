@@ -72,6 +72,9 @@ def test_commands_parse(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for file in re.findall(r"\S+\.(?:jsonl|txt)", command):
         Path(file).touch()
+    for folder in re.findall(r"--head (\S+)", command):
+        assert (ROOT / folder).is_dir()
+        Path(folder).mkdir(parents=True)
     program = next((name for name in COMMANDS if command.startswith(name)), None)
     if program is None:
         first, *others = command.split()
