@@ -22,7 +22,7 @@ from jspec.drafters.combine.fallback import with_lookup_first
 
 DRAFTING = ("tokens per round", "accepted")
 RIVALS = ("transformers plain", "transformers lookup", "llama.cpp")
-Reading = tuple[dict[str, Any], dict[str, np.ndarray]]  # the outputs of each program, and its seconds in each turn
+Measurement = tuple[dict[str, Any], dict[str, np.ndarray]]  # each program's outputs, and its seconds in each repeat
 
 
 def here(subject: Subject, longest: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def run(
     temperature: float,
     tree: tuple[int, ...],
 ) -> None:
-    """Publish one row per question kind, batch size and program, and rows for all kinds together.
+    """Publish one row per question kind, batch size and program, and one over all kinds per batch size and program.
 
     Args:
         questions: the questions, as `chats.by_kind` returns them.
@@ -115,22 +115,22 @@ def run(
     """
     longest = max(len(one) for asked in questions.values() for one in asked)
     others, rows = {} if temperature else here(subject, longest + new_tokens), []
-    readings: dict[int, list[Reading]] = {batch: [] for batch in batches}
+    readings: dict[int, list[Measurement]] = {batch: [] for batch in batches}
     for kind, asked in questions.items():
         for batch in batches:
             size = max(count, batch) // batch * batch
-            first, calls = (
-                programs(subject, others, some, batch, k, new_tokens, temperature, tree)
-                for some in (one_per_width(subject.tokenizer, asked[:size], batch), asked[:size])
+            warm_ups, calls = (
+                programs(subject, others, group, batch, k, new_tokens, temperature, tree)
+                for group in (one_batch_per_width(subject.tokenizer, asked[:size], batch), asked[:size])
             )
-            for compile_all in first.values():
-                compile_all()
+            for warm_up in warm_ups.values():
+                warm_up()
             outs: dict[str, Any] = {}
             times = in_turns(kept(calls, outs), repeats, warmup=0)
             readings[batch].append((outs, times))
             rows += _rows(kind, batch, outs, times)
     if len(questions) > 1:
-        rows += [row for batch in batches for row in _rows("all", batch, *_together(readings[batch]))]
+        rows += [row for batch in batches for row in _rows("all", batch, *_merged(readings[batch]))]
     wanted = () if temperature else ("torch", "llama_cpp")
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
     asked_of = "-held-out" if chats.HELD_OUT in questions else ""
@@ -153,8 +153,8 @@ def run(
     )
 
 
-def one_per_width(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[np.ndarray]:
-    """Return a batch of questions for each width to which batches are padded, and thus for each compiled program."""
+def one_batch_per_width(tokenizer: Any, asked: Sequence[np.ndarray], batch: int) -> list[np.ndarray]:
+    """Return one batch of questions per padded width, because each width compiles its own program."""
     groups = [asked[i : i + batch] for i in range(0, len(asked), batch)]
     by_width = {chats.requests(tokenizer, group, batch)[0][0].shape[1]: group for group in groups}
     return [row for group in by_width.values() for row in group]
@@ -169,8 +169,8 @@ def kept(calls: dict[str, Callable[[], Any]], outs: dict[str, Any]) -> dict[str,
     return {name: functools.partial(keep, name) for name in calls}
 
 
-def _together(readings: Sequence[Reading]) -> Reading:
-    """Return the answers to all kinds of question, and the times of the programs that measured every kind."""
+def _merged(readings: Sequence[Measurement]) -> Measurement:
+    """Return the outputs and total times over all question kinds, for programs that ran on every kind."""
     names = [name for name in readings[0][0] if all(name in outs for outs, _ in readings)]
     outs = {name: [one for found, _ in readings for one in found[name]] for name in names}
     return outs, {name: np.sum([times[name] for _, times in readings], axis=0) for name in names}

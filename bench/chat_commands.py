@@ -136,7 +136,7 @@ def answers(
         raise typer.BadParameter("--num-draft-tokens may be repeated only with --pair; pass one value.")
     if tree and head is None:
         raise typer.BadParameter("--tree requires a head that drafts the tree; pass --head, or omit --tree.")
-    subject = answering(new_tokens, target or "smollm2", output, head, bits or 24)
+    subject = answering(new_tokens, target or "smollm2", output, head, 24 if bits is None else bits)
     requests = requests or 4
     with one_sentence():
         asked = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)

@@ -40,5 +40,5 @@ def pretrained(
     target, folder, tokenizer = load(name, dtype, quantize, sharding), head_of(name), load_tokenizer(name)
     if folder is None:
         return target, NGramDrafter(), tokenizer
-    head = quantize_for(target, EagleDrafter.load(folder, target, dtype), quantize)
+    head = quantize_for(target, EagleDrafter.load(folder, target, dtype))
     return target, with_lookup_first(head), tokenizer

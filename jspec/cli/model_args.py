@@ -36,7 +36,8 @@ _QUANTIZABLE = None, "eagle", "block"  # head kinds that can be quantised; None 
 class Precision(NamedTuple):
     """The precision of target and draft. See `jspec.load`.
 
-    `quantize` applies to the target, and `draft_quantize` to the draft.
+    `draft_quantize` applies to the draft, and `quantize` to the target and, by default, to a draft model. If
+    `draft_quantize` is "none", the draft keeps the weights of its file.
     """
 
     dtype: str | None = None
@@ -127,10 +128,10 @@ class Sources:
                 f"--draft-quantize needs a draft model, an EAGLE head or a block drafter, but {self.name} is none of "
                 "these; leave out --draft-quantize."
             )
-        return Precision(dtype, quantize, int(activation_bits), draft_quantize or quantize)
+        return Precision(dtype, quantize, int(activation_bits), draft_quantize)
 
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
-        """Return the target and its drafter, if any. Only EAGLE heads and block drafters are quantised like models."""
+        """Return the target and its drafter, if any. Of heads, only EAGLE heads and block drafters are quantised."""
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
         from jspec.drafters.heads.quantized_heads import quantize_for
@@ -141,9 +142,11 @@ class Sources:
         dtype, quantize, bits, draft_quantize = precision
         target = load(self.target, dtype, quantize, activation_bits=bits)
         if kind := self.head_kind:
-            drafter = quantize_for(target, drafter_class(kind).load(self.draft, target, dtype), draft_quantize)
+            drafter = drafter_class(kind).load(self.draft, target, dtype)
+            drafter = drafter if draft_quantize == NONE else quantize_for(target, drafter, draft_quantize)
         elif is_model(self.draft):
-            drafter = load(self.draft, dtype, draft_quantize, activation_bits=bits)
+            kind = None if draft_quantize == NONE else draft_quantize or quantize
+            drafter = load(self.draft, dtype, kind, activation_bits=bits)
         return target, with_lookup_first(cast("DraftSource", drafter)) if self.looks_up else drafter
 
     def _check_vocabulary(self, size: int) -> None:

@@ -107,7 +107,7 @@ Quantize = Annotated[
     str | None,
     choice(
         "--quantize",
-        "Quantise the weights of target and draft. Of trained heads, only EAGLE heads and blocks are quantised.",
+        "Quantise the weights of target and draft model. See --draft-quantize for trained heads.",
         "int8",
         "int4",
     ),
@@ -116,10 +116,11 @@ DraftQuantize = Annotated[
     str | None,
     choice(
         "--draft-quantize",
-        "Quantise the draft. This does not change the output's distribution [default: the value of --quantize, or int8 "
-        "for EAGLE heads and block drafters of a target with packed quantised weights].",
+        "Quantise the draft. This does not change the output's distribution [default: for draft models, the value of "
+        "--quantize; for EAGLE heads and block drafters, int8 if the target is packed in a quantised format].",
         "int8",
         "int4",
+        "none",
     ),
 ]
 # Without a value, these options use the model's own default from its generation_config.json.

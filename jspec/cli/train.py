@@ -112,7 +112,7 @@ def train(
         recipe = Recipe(kind, steps, depth, loss, rate, step_tokens, length, written_tokens, draft_vocab, seed, boost)
         recipe.check()
         set_status("Loading")
-        tokenizer, (model, begun) = where.tokenizer(), where.load(Precision(dtype))
+        tokenizer, (model, begun) = where.tokenizer(), where.load(Precision(dtype, draft_quantize=NONE))
         how_saved(begun, where.target)  # raises before training if the drafter cannot be saved
     with interrupts.last_words(f"Stopped. The same command resumes from {folder}."):
         with _bar(steps) as tell:

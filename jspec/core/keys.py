@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jspec.core.threefry import without_loops
+from jspec.core.threefry import with_unrolled_hash
 
 # The number of streams reserved per position. There are fewer purposes, so a new purpose changes no seed's output.
 STRIDE = 16
@@ -46,9 +46,9 @@ def stream(keys: Array, positions: Array, purpose: Purpose) -> Array:
         purpose: the purpose of the draws.
 
     Returns:
-        Typed keys in the shape of `positions`.
+        Typed keys in the shape of `positions`, with the hash of `jspec.core.threefry`.
     """
-    keys, numbers = without_loops(keys), STRIDE * positions + purpose
+    keys, numbers = with_unrolled_hash(keys), STRIDE * positions + purpose
     # Map positions inside rows. In the other order, JAX's key-reuse checker would treat the keys as copies.
     by_row = jax.random.fold_in if positions.ndim == 1 else jax.vmap(jax.random.fold_in, (None, 0))
     return jax.vmap(by_row)(keys, numbers)
@@ -71,8 +71,9 @@ def trial_keys(keys: Array, number: int) -> Array:
 
 
 def of_sibling(keys: Array, rank: int) -> Array:
-    """Return keys with unique streams for a node of this rank among siblings or cousins. Rank 0 uses `keys` itself."""
-    return jax.vmap(jax.random.fold_in, (0, None))(without_loops(keys), jnp.uint32(2**31 + rank)) if rank else keys
+    """Return keys with unique streams for a node of this rank among siblings or cousins. Rank 0 has those of `keys`."""
+    keys = with_unrolled_hash(keys)
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(2**31 + rank)) if rank else keys
 
 
 def uniform(keys: Array) -> Array:

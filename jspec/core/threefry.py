@@ -1,9 +1,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""JAX's default random numbers, computed without loops on CPUs.
+"""JAX's default random numbers (Threefry), with an unrolled hash on CPUs.
 
-On CPUs, JAX computes the Threefry hash in a loop, which runs many small kernels: a hash takes about 0.1 ms, however few
-numbers it returns, and a round needs several hashes. Without a loop, a hash is a single kernel. The numbers are the
-same.
+On CPUs, JAX computes the Threefry hash in a loop of many small kernels. Each hash takes about 0.1 ms, even for a single
+number, and a round needs several. The unrolled hash is a single kernel and returns the same numbers.
 """
 
 import math
@@ -15,13 +14,15 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.random import define_prng_impl, threefry2x32_p, threefry_prng_impl
 
+from jspec.core.sharding import vary_like
+
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
 
-def without_loops(keys: Array) -> Array:
+def with_unrolled_hash(keys: Array) -> Array:
     """Return typed keys that yield the same random numbers as `keys`, faster on CPUs.
 
-    Return `keys` itself if its kind is not JAX's default, or if ``jax_threefry_partitionable`` is off.
+    Return `keys` itself if they use another PRNG implementation, or if ``jax_threefry_partitionable`` is off.
     """
     partitionable: bool = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     if str(jax.random.key_impl(keys)) != "threefry2x32" or not partitionable:
@@ -32,11 +33,11 @@ def without_loops(keys: Array) -> Array:
 def _hash(k1: Array, k2: Array, x1: Array, x2: Array) -> tuple[Array, Array]:
     """Return two words of 32 bits for each counter ``(x1, x2)`` (Salmon et al. 2011, Threefry-2x32-20)."""
 
-    def by_jax(*words: Array) -> tuple[Array, Array]:
+    def jax_hash(*words: Array) -> tuple[Array, Array]:
         first, second = threefry2x32_p.bind(*words)
-        return first, second
+        return vary_like((first, second), words)  # JAX does not type them so inside `jax.shard_map`
 
-    return cast(tuple[Array, Array], lax.platform_dependent(k1, k2, x1, x2, cpu=_unrolled, default=by_jax))
+    return cast(tuple[Array, Array], lax.platform_dependent(k1, k2, x1, x2, cpu=_unrolled, default=jax_hash))
 
 
 def _unrolled(k1: Array, k2: Array, x1: Array, x2: Array) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ from jspec.models.kernels.cpu.product import ProductKernel
 
 ACTIVATION_BITS = (8, 16, 24)
 _RUN = 32  # activations that share a step
-FLOATS = ("BF16", "F16")
+FLOAT_FORMATS = ("BF16", "F16")
 
 
 class PackedMatrix(nnx.Module):
@@ -45,7 +45,7 @@ class PackedMatrix(nnx.Module):
         self.tiles = nnx.Param(tiles)
         self.format = format
         self.out_size, self.in_size = shape
-        self.activation_bits = 24 if format in FLOATS else activation_bits
+        self.activation_bits = 24 if format in FLOAT_FORMATS else activation_bits
 
     @property
     def kernel(self) -> ProductKernel:
@@ -143,7 +143,7 @@ def tiled(fields: dict[str, Array], format: str) -> Array:
 
 def _decode(format: str, fields: dict[str, Array]) -> Array:
     """Return the values ``float32[..., blocks, values]`` of fields ``uint8[..., blocks, nbytes]``."""
-    if format in FLOATS:
+    if format in FLOAT_FORMATS:
         kind = jnp.bfloat16 if format == "BF16" else jnp.float16
         return _as(fields["w"], kind).astype(jnp.float32)
     scale = _half(fields["d"])

@@ -28,7 +28,7 @@ from jspec.models.kernels.cpu.product import ProductKernel
 from jspec.models.layers import Embed, Linear, Module, copy_tree
 from jspec.models.llama import Llama, all_parts, matrices, set_parts
 from jspec.models.matrix_parts import MatrixPart, widen
-from jspec.models.packed import FLOATS, PackedMatrix
+from jspec.models.packed import FLOAT_FORMATS, PackedMatrix
 from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 
 _FORMATS = {"int8": "Q8_0", "int4": "Q4_1"}  # the formats of packed matrices, 8.5 and 5 bits per weight
@@ -76,7 +76,7 @@ def quantized_copy(module: Module, kind: str, dtype: jnp.dtype, activation_bits:
 
     Args:
         dtype: the dtype of activations.
-        activation_bits: the size of rounded activations, unless those of packed matrices in `module` are smaller.
+        activation_bits: the number of bits of rounded activations, unless packed matrices in `module` use fewer.
 
     Raises:
         ValueError: under the same conditions as `quantize`.
@@ -195,9 +195,9 @@ def _checked_group_size(weight: Array, name: str) -> int:
     return size
 
 
-def packed_codes(model: Llama) -> list[PackedMatrix]:
-    """Return the packed matrices of a quantised format."""
-    return [part for part in all_parts(model) if isinstance(part, PackedMatrix) and part.format not in FLOATS]
+def packed_quantized_matrices(model: Llama) -> list[PackedMatrix]:
+    """Return the model's packed matrices that are stored in a quantised format."""
+    return [part for part in all_parts(model) if isinstance(part, PackedMatrix) and part.format not in FLOAT_FORMATS]
 
 
 def is_packed_by_default(dtype: jnp.dtype) -> bool:

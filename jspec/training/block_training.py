@@ -49,7 +49,8 @@ def new_block(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int
         block_size=depth,
         mask_id=sizes.vocab_size - 1,
         drafts_from_first=True,
-        markov=MarkovConfig("vanilla", max(GROUP, sizes.hidden_size // _RANK // GROUP * GROUP)),  # can be quantised
+        # A rank that is a multiple of GROUP can be quantised.
+        markov=MarkovConfig("vanilla", max(GROUP, sizes.hidden_size // _RANK // GROUP * GROUP)),
         confidence="state and token",
         draft_vocab_size=None if draft_ids is None else len(draft_ids),
         own_head=draft_ids is not None,
@@ -158,7 +159,7 @@ def _attend(q: Array, own: tuple[Array, Array], past: tuple[Array, Array], start
     ]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) / math.sqrt(width), axis=-1).astype(q.dtype)
     mixed = einsum("bghart,bgtd->bghard", weights[..., :size], past[1], jnp.float32)
-    # XLA's CPU kernels do not support this product of bfloat16 arrays if it has many batches.
+    # XLA's CPU backend rejects this bfloat16 product for large batches, so compute it in float32.
     own_weights, values = (part.astype(jnp.float32) for part in (weights[..., size:], values))
     mixed += einsum("bghart,bgatd->bghard", own_weights, values)
     return jnp.moveaxis(mixed.astype(q.dtype).reshape(batch, heads, total, width), 1, 2).reshape(batch, total, -1)

@@ -228,14 +228,14 @@ def test_tree_head_is_not_combined_with_lookup(branches, chatty):
 def test_one_question_is_chosen_per_compiled_width(chatty):
     asked = [np.arange(size) for size in (3, 4, 200, 5, 210)]
     tokenizer = load_tokenizer(chatty)
-    assert [row.size for row in answers.one_per_width(tokenizer, asked, 1)] == [5, 210]
-    assert [row.size for row in answers.one_per_width(tokenizer, asked[:4], 2)] == [3, 4, 200, 5]
+    assert [row.size for row in answers.one_batch_per_width(tokenizer, asked, 1)] == [5, 210]
+    assert [row.size for row in answers.one_batch_per_width(tokenizer, asked[:4], 2)] == [3, 4, 200, 5]
 
 
 def test_readings_of_all_kinds_are_added():
     kinds = ({"plain": [[1]], "lookup": [[1]]}, {"plain": [[2]]})
     times = ({name: np.array([1.0, 2.0]) for name in outs} for outs in kinds)
-    outs, seconds = answers._together(list(zip(kinds, times, strict=True)))
+    outs, seconds = answers._merged(list(zip(kinds, times, strict=True)))
     assert outs == {"plain": [[1], [2]]} and seconds["plain"].tolist() == [2, 4]
 
 

@@ -140,7 +140,6 @@ MISTAKES = {
     "noise": (["--pair", "qwen-coder", "--transformers", "--temperature", "1"], "--transformers decodes only greedily"),
     "vocabulary": (["--draft-vocabulary", "9"], "--draft-vocabulary works only with --pair"),
     "quantised": (["--draft-quantize", "int4"], "--draft-quantize works only with --pair"),
-    "bits": (["--activation-bits", "8"], "--activation-bits works only with --pair"),
     "no model": (["--pair", "qwen-coder", "--target", "x", "--draft", "lookup"], "requires a draft model"),
 }
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 import jspec
 from convert import CheckpointError
-from jspec.cli.model_args import Sources, sources
+from jspec.cli.model_args import Precision, Sources, sources
 from support import block_checkpoints, text_pair
 
 REPO = "deepseek-ai/dspark_qwen3_8b_block7"
@@ -90,9 +90,12 @@ def test_draft_quantize_applies_to_blocks(hub, target, run):
     options = ["generate", "the in a", "--target", target, "--temperature", 0, "--max-new-tokens", 9, "--json"]
     code, plain, _ = run(*options, "--plain")
     assert code == 0
-    code, out, error = run(*options, "--draft", REPO, "--draft-quantize", "int8")
-    assert code == 0, error
-    assert json.loads(out)["text"] == json.loads(plain)["text"]
+    for kind in ("int8", "none"):
+        code, out, error = run(*options, "--draft", REPO, "--draft-quantize", kind)
+        assert code == 0, error
+        assert json.loads(out)["text"] == json.loads(plain)["text"]
+        _, drafter = sources(str(target), REPO).load(Precision(draft_quantize=kind))
+        assert drafter.block.quantized == {"int8": "int8", "none": None}[kind]
 
 
 def test_offline_hub_is_named(hub, target, run):

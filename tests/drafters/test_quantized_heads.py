@@ -1,4 +1,4 @@
-"""Quantised heads, and candidate selectors: they draft from the distribution that they report."""
+"""Quantised heads and candidate selectors draft from the distribution that they report."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from jspec.drafters.heads.quantized_heads import quantize_for
 from jspec.models.layers import copy_tree
 from jspec.models.llama import all_parts, matrices, set_weight
 from jspec.models.matrix_parts import widen
-from jspec.models.quantize import packed_codes, quantized_copy
+from jspec.models.quantize import packed_quantized_matrices, quantized_copy
 from support import blocks, eagle_heads, heads, toys
 from support.matrix import check_texts, pair, text_p_values
 
@@ -23,7 +23,7 @@ V = TARGET.config.vocab_size
 
 
 def quantized_pair(name, kind):
-    """Return a target whose number of inputs suits int4, and a head with every kind of matrix, also quantised."""
+    """Return a target whose sizes suit int4, a head with every kind of matrix, and its quantised copy."""
     target = toys.tiny_llama(0, 3, hidden_size=32, intermediate_size=64, num_attention_heads=4, head_dim=8)
     if name == "eagle":
         head = eagle_heads.eagle(target, fc_norm=True, own_embedding=True, own_head=True, draft_vocab_size=V // 2)
@@ -69,16 +69,18 @@ def test_quantized_head_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize("bits", [8, 24])
 def test_heads_are_quantised_for_packed_target(bits):
-    """Their activations are rounded like the target's. Beside a target that is not quantised, they stay as they are."""
+    """Their activations are rounded like the target's. Heads are unchanged if the target is not quantised."""
     target, drafter, _ = quantized_pair("eagle", "int8")
     packed = quantized_copy(target, "int8", target.dtype, bits)
-    if not packed_codes(packed):
-        pytest.skip("native products are not available here")
+    if not packed_quantized_matrices(packed):
+        pytest.skip("native kernels are not available here")
     found = quantize_for(packed, drafter)
     assert found.head.quantized == "int8"
     assert {part.activation_bits for part in all_parts(found.head)} == {bits}
     assert quantize_for(target, drafter) is drafter
     assert quantize_for(target, drafter, "int4").head.quantized == "int4"
+    odd = blocks.drafter(target, dflash2=DFlash2Config(3, 8, 5, 4))  # a rank of 5 cannot be packed
+    assert quantize_for(packed, odd) is odd and quantize_for(packed, odd, "int8").block.quantized == "int8"
     medusa = heads.medusa(target)
     assert quantize_for(packed, medusa) is medusa
 

@@ -45,7 +45,7 @@ def test_blocks_run_together_equal_single_blocks(layout):
 
 
 def test_many_blocks_attend_in_bfloat16():
-    """XLA's CPU kernels support some products of bfloat16 arrays only in small batches."""
+    """XLA's CPU backend supports some bfloat16 products only for small batches."""
     shapes = (4, 9, 1280, 64), (4, 3, 1280, 64), (4, 3, 512, 64)
     keys = jax.random.split(jax.random.key(0), 3)
     q, own, past = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))

@@ -105,7 +105,8 @@ class BlockDrafter(AutoregressiveDrafter[_Read, _Drafting]):
         be saved.
 
         Args:
-            kind, activation_bits: same as in `jspec.load`, where `kind` is called `quantize`.
+            kind: same as in `jspec.quantize`.
+            activation_bits: same as in `jspec.load`.
 
         Raises:
             ValueError: under the same conditions as `jspec.quantize`.

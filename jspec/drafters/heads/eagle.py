@@ -80,7 +80,8 @@ class EagleDrafter(AutoregressiveDrafter[_Read, _Read]):
         saved.
 
         Args:
-            kind, activation_bits: same as in `jspec.load`, where `kind` is called `quantize`.
+            kind: same as in `jspec.quantize`.
+            activation_bits: same as in `jspec.load`.
 
         Raises:
             ValueError: under the same conditions as `jspec.quantize`.

@@ -22,7 +22,7 @@ def no_output_head(source: object, draft_vocab_size: int | None) -> CheckpointEr
 
 
 def check_unquantized(name: str, kind: str | None) -> None:
-    """Raise ValueError if a drafter was quantised to `kind`, because it cannot be saved."""
+    """Raise ValueError if the drafter is quantised (`kind` is not None), because quantised drafters cannot be saved."""
     if kind is not None:
         raise ValueError(f"The {name} is {kind} and cannot be saved; save it before it is quantised.")
 
