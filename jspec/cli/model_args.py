@@ -131,7 +131,10 @@ class Sources:
         return Precision(dtype, quantize, int(activation_bits), draft_quantize)
 
     def load(self, precision: Precision = Precision()) -> "tuple[Llama, DraftSource | None]":  # noqa: B008
-        """Return the target and its drafter, if any. Of heads, only EAGLE heads and block drafters are quantised."""
+        """Return the target and its drafter, if any.
+
+        Trained heads other than EAGLE heads and block drafters are not quantised.
+        """
         from jspec import load
         from jspec.drafters.combine.fallback import with_lookup_first
         from jspec.drafters.heads.quantized_heads import quantize_for

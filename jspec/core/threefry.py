@@ -1,8 +1,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """JAX's default random numbers (Threefry), with an unrolled hash on CPUs.
 
-On CPUs, JAX computes the Threefry hash in a loop of many small kernels. Each hash takes about 0.1 ms, even for a single
-number, and a round needs several. The unrolled hash is a single kernel and returns the same numbers.
+On CPUs, JAX computes the Threefry hash in a loop of many small kernels. Starting them takes longer than hashing the few
+numbers that a round needs. The unrolled hash is a single kernel and returns the same numbers.
 """
 
 import math
@@ -35,7 +35,7 @@ def _hash(k1: Array, k2: Array, x1: Array, x2: Array) -> tuple[Array, Array]:
 
     def jax_hash(*words: Array) -> tuple[Array, Array]:
         first, second = threefry2x32_p.bind(*words)
-        return vary_like((first, second), words)  # JAX does not type them so inside `jax.shard_map`
+        return vary_like((first, second), words)  # inside `jax.shard_map`, `bind` loses the axes of its arguments
 
     return cast(tuple[Array, Array], lax.platform_dependent(k1, k2, x1, x2, cpu=_unrolled, default=jax_hash))
 
