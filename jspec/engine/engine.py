@@ -26,7 +26,7 @@ from jspec.engine.request import Request, Result
 from jspec.engine.run_all import run_all
 from jspec.engine.runner import Runner
 from jspec.engine.scheduler import ActiveRequest
-from jspec.engine.slots import AnyDrafter, Sizes, Variant
+from jspec.engine.slots import Sizes, Variant
 from jspec.engine.validate_request import check_request
 from jspec.engine.warmup import warm_up
 from jspec.engine.weights import Running, Update
@@ -57,8 +57,10 @@ class Engine:
         read_tokens: the approximate number of prompt tokens to prefill between two calls while other requests decode.
         rounds: the maximum number of rounds in one call. New requests can start only between calls.
         call_seconds: the target duration of a call, in seconds. The engine chooses the number of rounds to match.
-        journal: whether to record `device.commands`, so that the engine's work can be replayed. The record holds the
-            weights of every update.
+        journal: whether to record `device.commands`, including updated weights, to replay the engine's work.
+
+    Attributes:
+        sizes: the sizes of the slots and of the compiled programs.
 
     Raises:
         ValueError, TypeError: the arguments are invalid (see `jspec.speculative_generate`), or there is not enough
@@ -94,10 +96,9 @@ class Engine:
         self._num_draft_tokens, self._max_waiting = lengths[-1] or None, max_waiting
         with explicit_transfers():
             self._any_key = jax.random.split(jax.random.key(0, impl="threefry2x32"), 1)
-        self._sizes = sizes
-        self._check(Request((0,), 1), target, drafter)  # validates the models
+        check_request(Request((0,), 1), self._any_key, target, drafter, self._num_draft_tokens, sizes)
         arguments.check_one_device((target, drafter))
-        self._sizes = sizes = fit_length(target, drafter, sizes) if max_length == "auto" else sizes
+        self.sizes = sizes = fit_length(target, drafter, sizes) if max_length == "auto" else sizes
         check_memory(target, drafter, sizes)
         self.device = Runner(target, drafter, rule, sizes, journal)
         self._loop = Loop(self.device, read_tokens, call_seconds)
@@ -136,9 +137,8 @@ class Engine:
         """Compile the programs for constrained requests in the background.
 
         Constrained requests wait in the queue until they can be decoded without drafts, or with one draft length.
-        The persistent compilation cache does not store these programs, because they call back to the host for the
-        allowed tokens. The engine starts without waiting for these programs. They are traced in a separate thread,
-        which sees settings from `jax.config.update` but not from `with` statements.
+        The persistent compilation cache does not store these programs, because they call back to the host. They are
+        traced in a separate thread, which sees settings from `jax.config.update` but not from `with` statements.
         """
         with self._wake:
             if not self._closing and not (self._compiler.is_done and self.device.can_constrain):
@@ -158,8 +158,8 @@ class Engine:
         distribution does not depend on the draft.
 
         Args:
-            target: a model that differs from the engine's only in its weights; None for the engine's own target, whose
-                weights may have changed in place. The engine does not copy arrays.
+            target: a model that differs from the engine's only in its weights, which are not copied; None for the
+                engine's own target, whose weights may have changed in place.
             draft: the same for the draft model or drafter.
             running: what happens to running requests if the target's weights change. "finish" first finishes them with
                 the old weights. "restart" discards their output, counts this in `Result.restarts`, and starts them
@@ -202,6 +202,11 @@ class Engine:
         active = self._make_active(request, listen)
         self._queue(active)
         return active
+
+    @property
+    def target(self) -> Llama:
+        """The target model, with the weights that are in use."""
+        return self.device.target
 
     @property
     def num_waiting(self) -> int:
@@ -282,9 +287,7 @@ class Engine:
             ValueError, TypeError: the request is invalid.
         """
         if self._thread is not None:
-            raise RuntimeError(
-                "The engine is running in its own thread; use its `stream`, or use the engine without `with`."
-            )
+            raise RuntimeError("The engine is running in its own thread; use `engine.stream`, or no `with` statement.")
         self.device.is_lazy = not self.device.is_compiled
         self._loop.round_budget.exclude_time(math.inf)  # the time since the previous request
         return self._stream_sync(self._make_active(request, lambda _: None))
@@ -313,11 +316,8 @@ class Engine:
     def _make_active(self, request: Request, listen: Callable[[Result], None]) -> ActiveRequest:
         if self._loop.update is None:
             self.device.check_weights()
-        self._check(request, self.device.target, self.device.drafter)
-        return ActiveRequest(request, request.row(self._sizes.eos_ids, self.device.target.config.vocab_size), listen)
-
-    def _check(self, request: Request, target: Llama, drafter: AnyDrafter | None) -> None:
-        check_request(request, self._any_key, target, drafter, self._num_draft_tokens, self._sizes)
+        check_request(request, self._any_key, self.target, self.device.drafter, self._num_draft_tokens, self.sizes)
+        return ActiveRequest(request, request.row(self.sizes.eos_ids, self.target.config.vocab_size), listen)
 
     def _run(self) -> None:
         while True:

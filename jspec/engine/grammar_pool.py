@@ -66,7 +66,7 @@ class GrammarPool:
             if answer != b"":
                 connection.close()
         if answer == b"":
-            return CompiledGrammar(connection, self._size, server)
+            return CompiledGrammar(connection, self._size, server, (kind, text))
         if answer is None:
             raise ValueError(
                 f"it takes more than {worker.COMPILE_CPU_SECONDS:g} seconds or "
@@ -183,10 +183,13 @@ class CompiledGrammar:
     """A factory that creates one mask source for each output. Each source has its own process.
 
     After the grammar is closed or garbage collected, its processes end when its last source is closed.
+
+    Attributes:
+        source: the kind and the text that were compiled.
     """
 
-    def __init__(self, connection: socket.socket, size: int, server: _Server):
-        self._connection, self._size = connection, size
+    def __init__(self, connection: socket.socket, size: int, server: _Server, source: tuple[str, str]):
+        self._connection, self._size, self.source = connection, size, source
         self._server = server  # the server ends when no reference to it remains
         self._lock, self._sources, self._is_closed = threading.Lock(), 0, False
         self._end = weakref.finalize(self, connection.close)

@@ -71,7 +71,7 @@ class Grammars:
             ValueError: `schema` is not a JSON schema, demands something that cannot be guaranteed, or is too complex.
             RuntimeError: the system cannot start a process for the schema; try again later.
         """
-        return self._compiled("schema", json.dumps(enforceable(schema) | {"x-guidance": ONE_SPELLING}))
+        return self.compile("schema", json.dumps(enforceable(schema) | {"x-guidance": ONE_SPELLING}))
 
     def regex(self, pattern: str) -> Constraint:
         """Return a constraint that makes the whole output match `pattern`.
@@ -80,7 +80,7 @@ class Grammars:
             ValueError: `pattern` is not a regular expression, or it is too complex.
         """
         check_regex(pattern)
-        return self._compiled("regular expression", pattern)
+        return self.compile("regular expression", pattern)
 
     def lark(self, grammar: str) -> Constraint:
         """Return a constraint that makes the output follow `grammar`, in Lark notation as llguidance interprets it.
@@ -88,9 +88,19 @@ class Grammars:
         Raises:
             ValueError: `grammar` is not a valid grammar, or it is too complex.
         """
-        return self._compiled("grammar", grammar)
+        return self.compile("grammar", grammar)
 
-    def _compiled(self, kind: str, text: str) -> Constraint:
+    def compile(self, kind: str, text: str) -> Constraint:
+        """Return a constraint from `text`, which llguidance gets unchanged.
+
+        Args:
+            kind: "schema", "regular expression" or "grammar".
+            text: the JSON schema, the pattern or the Lark grammar.
+
+        Raises:
+            ValueError: `text` is invalid or too complex.
+            RuntimeError: the system cannot start a process for the grammar; try again later.
+        """
         try:
             return self._pool.compile(kind, text)
         except ValueError as error:

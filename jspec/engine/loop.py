@@ -120,7 +120,7 @@ class Loop:
         for active in active_requests:
             if active.assigned_at is None:
                 self._scheduler.submit(active)
-            elif running == "restart" and not (active.cancelled or self.cancel_all):
+            elif running == "restart" and not (active.cancelled or self.cancel_all or active.request.generated):
                 self._scheduler.submit(active)
                 active.restart()
             else:
@@ -287,7 +287,7 @@ class Loop:
             )
             return self.fail(active, wrong)
         if output.invalid and active.request.constraint is not None:
-            wrong = self._runner.constraints.why_nothing_follows(active.constraint, active.result.tokens)
+            wrong = self._runner.constraints.why_nothing_follows(active.constraint, active.new_tokens)
             return self.fail(active, str(wrong), wrong.code)
         if output.invalid:
             wrong = "The target's logits are not finite: its weights are damaged, or too large for the dtype."

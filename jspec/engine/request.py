@@ -38,6 +38,10 @@ class Request:
         prompt_logprobs: whether to report the same for the prompt tokens. If so, the whole prompt is prefilled.
         constraint: a function that returns a `jspec.engine.constraints.Matcher`, which masks the target's distribution
             at every position. `jspec.engine.grammars.Grammars` creates such functions.
+        generated: new tokens that another engine has already generated for this request. Decoding continues after them,
+            and the result has only the later tokens. They count as new tokens for `max_new_tokens`, penalties and the
+            constraint. With the same key, `generated` plus the result equals an uninterrupted output. Such a request
+            cannot restart with new weights: `Engine.update(running="restart")` cancels it.
     """
 
     tokens: tuple[int, ...]
@@ -49,6 +53,7 @@ class Request:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     constraint: Constraint | None = None
+    generated: tuple[int, ...] = ()
 
     @functools.cached_property
     def variant(self) -> Variant:
@@ -113,7 +118,8 @@ class Result:
     """A request's result so far.
 
     Attributes:
-        tokens, origins, logprobs, raw_logprobs: values for each new token, as in `jspec.Output`.
+        tokens, origins, logprobs, raw_logprobs: values for each new token after `Request.generated`, as in
+            `jspec.Output`.
         top_logprobs: the requested number of (id, raw log-probability) pairs for each new token, highest first.
         prompt_logprobs: the raw log-probability of each prompt token, if requested; NaN for the first token.
         prompt_top_logprobs: like `top_logprobs`, but for the prompt tokens; empty for the first token.

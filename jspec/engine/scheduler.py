@@ -78,7 +78,12 @@ class ActiveRequest:
     @property
     def text(self) -> tuple[int, ...]:
         """The prompt and all new tokens so far."""
-        return (*self.request.tokens, *self.result.tokens)
+        return (*self.request.tokens, *self.new_tokens)
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """All new tokens so far, including those that another engine generated."""
+        return (*self.request.generated, *self.result.tokens)
 
     def notify(self) -> None:
         """Call `listen`. A callback that raises cancels only its own request."""

@@ -40,12 +40,31 @@ def check_request(
         )
     if np.any(request.sampling.max_tokens):
         raise ValueError("sampling.max_tokens applies only to batches; limit a request with max_new_tokens.")
+    _check_generated(request, target.config.vocab_size)
     longest = len(request.tokens) + request.max_new_tokens
     if longest > sizes.length:
         raise ValueError(
             f"The prompt has {len(request.tokens)} tokens and may get {request.max_new_tokens} more tokens, but a "
             f"sequence in this engine has at most {sizes.length}; shorten the prompt, request fewer new tokens, or use "
             "a larger max_length."
+        )
+
+
+def _check_generated(request: Request, vocab_size: int) -> None:
+    for token in request.generated:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"generated contains {token}, which is outside the vocabulary; expected ids from 0 to {vocab_size - 1}."
+            )
+        if token in request.eos_ids:
+            raise ValueError(
+                f"generated contains {token}, which is one of eos_ids, so the output is already complete; remove the "
+                "request."
+            )
+    if len(request.generated) >= request.max_new_tokens:
+        raise ValueError(
+            f"generated has {len(request.generated)} tokens and max_new_tokens is {request.max_new_tokens}, so the "
+            "output is already complete; use a larger max_new_tokens."
         )
 
 

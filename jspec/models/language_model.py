@@ -11,14 +11,18 @@ from jspec.core.tree import Branches
 from jspec.models.kv_cache import KVCache
 
 
-class LanguageModel(Protocol):
+class HasConfig(Protocol):
+    """A model, or a stand-in for one in a process that has no weights."""
+
+    @property
+    def config(self) -> LlamaConfig: ...
+
+
+class LanguageModel(HasConfig, Protocol):
     """A decoder that reads tokens through a KV cache, such as `jspec.Llama`.
 
     Training, quantisation and early exit need more than this protocol; they take a `jspec.Llama`.
     """
-
-    @property
-    def config(self) -> LlamaConfig: ...
 
     @property
     def dtype(self) -> jnp.dtype: ...
