@@ -10,7 +10,8 @@ import typer
 from convert.__main__ import convert
 from jspec import __version__
 from jspec.cli import chat, generate, index, interrupts, models, plan, serve, train, tune
-from jspec.cli.common import UsageError, prepare_environment
+from jspec.cli.common import UsageError
+from jspec.core.program_cache import prepare_environment
 
 app = typer.Typer(
     add_completion=False,

@@ -103,7 +103,7 @@ def chat(
             name = "--template" if system is None else "--system"
             raise UsageError(f"{name} needs a chat template, but this model has none; leave out {name}.")
         compile_all(engine, set_status)
-    sampling = chosen_sampling(engine.device.target, temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = chosen_sampling(engine.target, temperature, top_k, top_p, min_p, repetition_penalty)
     with lines.whole_lines():
         _talk(Conversation(engine, tokenizer, sampling, seed, max_new_tokens, system, variables))
 
@@ -161,7 +161,7 @@ class Conversation:
         with wrong_options():
             prompt: Prompt = text if self._tokenizer.chat_template is None else said
             task = prepare(self._tokenizer, [prompt], template=self._template)
-        target, longest = self._engine.device.target, self._engine.device.sizes.length
+        target, longest = self._engine.target, self._engine.sizes.length
         room = longest - len(task.ids)
         if room <= 0:
             raise UsageError(

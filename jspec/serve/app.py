@@ -17,13 +17,13 @@ from starlette.routing import Route
 
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import Json
-from jspec.engine import Engine
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.engine.heartbeat import Heartbeat
-from jspec.models.language_model import LanguageModel
+from jspec.models.language_model import HasConfig
 from jspec.serve.access import Access, Guard, StripTrailingSlash
 from jspec.serve.apis import APIS, Api
+from jspec.serve.backend import Backend
 from jspec.serve.constraint_jobs import ConstraintCompiler
 from jspec.serve.conversions import CONVERSIONS, Conversion
 from jspec.serve.errors import Refusal, busy, draining, wrong
@@ -65,16 +65,18 @@ class Server:
 
     Attributes:
         app: the application.
+        metrics: the metrics that /metrics returns.
         room: the maximum number of choices that run or wait.
         is_draining: whether the server rejects new requests because it is shutting down.
         open: the number of choices that the engine has not finished.
+        unread: the number of choices whose clients have not read the whole answer.
         checks: functions that each return a sentence that says what keeps requests from making progress, or an empty
             string if nothing does.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         tokenizer: Tokenizer,
         name: str,
         *,
@@ -85,17 +87,17 @@ class Server:
         max_body: int = 4 * 2**20,
         access: Access = _HERE,
     ):
-        target = engine.device.target
+        target = engine.target
         has_template = getattr(tokenizer, "chat_template", None) is not None
         support = detect_tool_support(tokenizer) if has_template else None
-        self._served = Served(name, engine, tokenizer, Names(tokenizer), _grammars(target, tokenizer), support)
-        self._metrics = Metrics(self._served, metrics_prefix)
+        self._served = Served(name, engine, tokenizer, Names(tokenizer), grammars_for(target, tokenizer), support)
+        self.metrics = Metrics(self._served, metrics_prefix)
         self._version, self._api_key, self._max_body = version, api_key, max_body
-        self.room = engine.device.sizes.slots + max_waiting
-        self._constraints = ConstraintCompiler(self._served.grammars, engine.device.sizes.slots + _MORE_CONSTRAINTS)
+        self.room = engine.sizes.slots + max_waiting
+        self._constraints = ConstraintCompiler(self._served.grammars, engine.sizes.slots + _MORE_CONSTRAINTS)
         self._one_at_a_time, self._two_at_a_time = CapacityLimiter(1), CapacityLimiter(2)
         self._conversions = CapacityLimiter(1)
-        self.open, self._unread, self.is_draining = 0, 0, False
+        self.open, self.unread, self.is_draining = 0, 0, False
         self._reading = Heartbeat()  # measures how long requests take to be parsed and queued
         self.checks: list[Callable[[], str]] = [engine.trouble, self._reading_trouble]
         app = Starlette(routes=self._routes(), exception_handlers=_HANDLERS)
@@ -212,18 +214,18 @@ class Server:
             raise wrong(sentence, param)
         if self.open + count > self.room:
             raise busy(f"{self.open} requests are already running or waiting; try again later.")
-        if self._unread + count > _UNREAD * self.room:
+        if self.unread + count > _UNREAD * self.room:
             raise busy("Too many answers are waiting to be read by their clients; try again later.")
-        self.open, self._unread = self.open + count, self._unread + count
+        self.open, self.unread = self.open + count, self.unread + count
 
         def left() -> None:
             self.open -= count
             self._constraints.release(job)
 
         def delivered() -> None:
-            self._unread -= count
+            self.unread -= count
 
-        job = Job(self._served, self._metrics, left, delivered)
+        job = Job(self._served, self.metrics, left, delivered)
         return job
 
     def close(self) -> None:
@@ -257,7 +259,7 @@ class Server:
         return _json({"status": "ok"})
 
     async def _show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_version(self, request: Request) -> Response:
         return _json({"version": self._version})
@@ -267,7 +269,8 @@ class Server:
         return HTMLResponse(page, headers={"Content-Security-Policy": "frame-ancestors 'none'"})
 
 
-def _grammars(target: LanguageModel, tokenizer: Tokenizer) -> Grammars | None:
+def grammars_for(target: HasConfig, tokenizer: Tokenizer) -> Grammars | None:
+    """Return a factory of output constraints, or None if this tokenizer does not allow any."""
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
     try:

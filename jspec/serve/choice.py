@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from jspec.engine import Request, Result
-from jspec.engine.scheduler import ActiveRequest
+from jspec.serve.backend import SubmittedRequest
 from jspec.serve.parse_request import ParsedRequest, Served
 from jspec.serve.tools.tool_format import Reply
 from jspec.serve.usage import DraftUsage
@@ -36,7 +36,7 @@ class Choice:
         # Stop strings apply to text. In a required call, they could cut off the arguments.
         stop = () if parsed.call_parser is not None and parsed.call_parser.is_only else parsed.stop
         self.writer = StopAwareDetokenizer(served.tokenizer, prompt, stop, **options, shows_prompt=shows_prompt)
-        self.active_request: ActiveRequest | None = None
+        self.active_request: SubmittedRequest | None = None
         self.result = Result()
         self.count, self._restarts = 0, 0
         self.finish_reason: str | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.registry import Collector
 
 from jspec.serve.choice import Choice
 from jspec.serve.parse_request import Served
@@ -71,7 +72,7 @@ class Metrics:
 
     def _describe(self) -> None:
         engine = self._served.engine
-        sizes = engine.device.sizes
+        sizes = engine.sizes
         labels = {
             "model_name": self._served.name,
             "slots": str(sizes.slots),
@@ -86,6 +87,10 @@ class Metrics:
         self._of["kv_cache_usage_perc"].set_function(
             lambda: sum(len(active.text) for active in engine.running_requests) / room
         )
+
+    def register(self, collector: Collector) -> None:
+        """Add the metrics of `collector` to those that /metrics returns."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

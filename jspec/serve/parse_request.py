@@ -12,12 +12,13 @@ from jax import Array
 
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
-from jspec.engine import Engine, Request
+from jspec.engine import Request
 from jspec.engine.constraints import Constraint
 from jspec.engine.grammars import Grammars
 from jspec.generation.complete import prepare
-from jspec.models.language_model import LanguageModel
+from jspec.models.language_model import HasConfig
 from jspec.models.sampling_defaults import default_sampling
+from jspec.serve.backend import Backend
 from jspec.serve.chat_prompt import chat_prompt, prompt_texts
 from jspec.serve.chat_schemas import ChatBody, Conversation
 from jspec.serve.errors import wrong
@@ -48,7 +49,7 @@ class Served:
     """
 
     name: str
-    engine: Engine
+    engine: Backend
     tokenizer: Tokenizer
     names: Names
     grammars: Grammars | None
@@ -72,19 +73,19 @@ class Served:
         return {i: text for text, i in self.marker_ids.items() if self.names.is_special(i)}
 
     @property
-    def target(self) -> LanguageModel:
+    def target(self) -> HasConfig:
         """The target model, whose distribution the output follows."""
-        return self.engine.device.target
+        return self.engine.target
 
     @property
     def max_length(self) -> int:
         """The maximum sequence length in tokens, including the prompt."""
-        return self.engine.device.sizes.length
+        return self.engine.sizes.length
 
     @property
     def num_draft_tokens(self) -> int:
         """The largest number of draft tokens, K."""
-        return self.engine.device.sizes.num_draft_tokens[-1]
+        return self.engine.sizes.num_draft_tokens[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +261,7 @@ def _ends(served: Served, body: Body) -> tuple[tuple[str, ...], dict[int, str | 
     ends |= {i: text for i, text in zip(task.stop_ids, special, strict=True) if i < vocab_size}
     own = () if body.ignore_eos else eos_ids(served.target, served.tokenizer)
     ends |= dict.fromkeys(own)
-    most = served.engine.device.sizes.eos_ids
+    most = served.engine.sizes.eos_ids
     if len(ends) > most:
         raise wrong(
             f"{len(ends)} tokens may end the output, including the model's own, but this server supports at most "

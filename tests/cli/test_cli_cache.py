@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jspec.cli import app
-from jspec.cli import common as shared
+from jspec.core import program_cache as shared
 from support import text_pair
 
 # Runs a command in this process and prints which cache JAX uses.
@@ -71,7 +71,7 @@ def test_cache_folder_stays_bounded(tmp_path):
     for i in range(10):
         (folder / f"old{i}-cache").write_bytes(b"x" * 10**6)
     code = """
-import jspec.cli.common as shared
+import jspec.core.program_cache as shared
 shared.CACHE_BYTES = 3 * 10**6
 shared.prepare_environment()
 import jax, warnings
