@@ -72,6 +72,14 @@ def bars(label: str, value: str) -> Drawing:
     return draw
 
 
+def chaos(figure: Figure, rows: Rows) -> None:
+    """Plot the numbers of streams, moves, differing texts and errors."""
+    axes, names = figure.subplots(), ["streams", "moved", "differing", "errors"]
+    axes.bar_label(axes.barh(names, [rows[0][name] for name in names]), fmt="%.3g", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+
+
 def drafters(figure: Figure, rows: Rows) -> None:
     """Plot `bench.drafters`: the speed-up of every drafter and rule, with one panel per prompt kind."""
     kinds = _groups(rows, "prompt")

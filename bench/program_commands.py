@@ -83,3 +83,26 @@ def lm_eval(
 
     with one_sentence():
         lm_eval.run(target, draft, max_length, output)
+
+
+@app.command()
+def chaos(
+    output: Output = None,
+    streams: Annotated[int, typer.Option("--streams", min=1)] = 500,
+    new_tokens: NewTokens = 128,
+    replicas: Annotated[int, typer.Option("--replicas", min=1)] = 2,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between two signals.")] = 20,
+    hang: Annotated[bool, typer.Option("--hang", help="Stop replicas with SIGSTOP instead of killing them.")] = False,
+    ingress: Annotated[bool, typer.Option("--ingress", help="Kill the HTTP server instead of a replica.")] = False,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Maximum number of open streams.")] = 50,
+) -> None:
+    """Compare seeded streams with jspec.generate while replicas are killed. Needs Ray."""
+    need("ray", 'The chaos run needs Ray, which is not installed; run pip install -e ".[ray]"')
+    import signal
+
+    from bench import chaos
+    from bench.report import RESULTS
+
+    number, victim = signal.SIGSTOP if hang else signal.SIGKILL, "ingress" if ingress else "replicas"
+    attack = chaos.Attack(replicas, interval, number, victim, concurrency)
+    chaos.run(streams, new_tokens, attack, output or RESULTS)

@@ -205,7 +205,7 @@ moved.install()
 
 
 def __getattr__(name: str) -> object:
-    if name in ("lengths", "online", "rules", "theory"):
+    if name in ("cluster", "lengths", "online", "rules", "theory"):
         return importlib.import_module(f"jspec.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'jspec' has no attribute {name!r}")

@@ -60,6 +60,33 @@ _Origins = Annotated[
         show_default=False,
     ),
 ]
+_NumDraftTokens = Annotated[
+    Any,
+    option(
+        "--num-draft-tokens",
+        "N",
+        "Draft tokens per round; auto: as many as pay off at the current load.",
+        parser=o.length,
+        show_default="auto",
+    ),
+]
+_Slots = Annotated[
+    int, option("--slots", "N", "Requests that each replica runs at once; further requests wait.", min=1)
+]
+_Host = Annotated[
+    str, option("--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
+]
+_ApiKey = Annotated[str | None, option("--api-key", "KEY", "Key that clients must send [default: JSPEC_API_KEY].")]
+_Replicas = Annotated[
+    int | None,
+    option(
+        "--replicas",
+        "N",
+        "Number of replicas, which are processes that Ray starts; if one fails, the others continue its requests.",
+        min=1,
+        show_default="decode in this process",
+    ),
+]
 
 
 def serve(
@@ -73,16 +100,7 @@ def serve(
     tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
-    num_draft_tokens: Annotated[
-        Any,
-        option(
-            "--num-draft-tokens",
-            "N",
-            "Draft tokens per round; auto: as many as pay off at the current load.",
-            parser=o.length,
-            show_default="auto",
-        ),
-    ] = None,
+    num_draft_tokens: _NumDraftTokens = None,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
     draft_quantize: o.DraftQuantize = None,
@@ -90,18 +108,15 @@ def serve(
     accept: Annotated[
         str, o.choice("--accept", "Acceptance rule for requests without a seed.", "rejection", "block", "coupled")
     ] = "rejection",
-    slots: Annotated[int, option("--slots", "N", "Requests to run at once; further requests wait.", min=1)] = 8,
+    replicas: _Replicas = None,
+    slots: _Slots = 8,
     max_length: _MaxLength = None,
     max_waiting: Annotated[
         int, option("--max-waiting", "N", "Requests that may wait; further requests get status 429.", min=1)
     ] = 64,
-    host: Annotated[
-        str, option("--host", "ADDRESS", "Address to listen on; 0.0.0.0 accepts connections from other machines.")
-    ] = "127.0.0.1",
+    host: _Host = "127.0.0.1",
     port: Annotated[int, option("--port", "N", "Port to listen on; 0 chooses a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None, option("--api-key", "KEY", "Key that clients must send [default: JSPEC_API_KEY].")
-    ] = None,
+    api_key: _ApiKey = None,
     name: Annotated[str | None, option("--name", "NAME", "Model name that clients see [default: TARGET].")] = None,
     allow_host: _Hosts = None,
     allow_origin: _Origins = None,
@@ -120,16 +135,29 @@ def serve(
     if num_draft_tokens is not None and not where.drafts:
         raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
     precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
-    engine_options = {"slots": slots, "accept": accept, "max_waiting": slots + max_waiting}
+    draft_length, length = "auto" if num_draft_tokens is None else num_draft_tokens, max_length or "auto"
+    engine_options: dict[str, Any] = {"slots": slots, "accept": accept}
+    server_options = {
+        "max_waiting": max_waiting,
+        "api_key": api_key,
+        "metrics_prefix": metrics_prefix,
+        "access": access,
+    }
+    name = name or target or "bundled"
     with _listener(host, port) as listener:
+        if replicas is not None:
+            from jspec.cli.serve_replicas import run_replicas
+
+            engine_options |= {"num_draft_tokens": draft_length, "max_length": length}
+            models = where, precision
+            return run_replicas(models, replicas, listener, keep_alive, name, server_options, engine_options)
+        engine_options |= {"max_waiting": slots + max_waiting}
         with status_line() as set_status:
-            draft_length = "auto" if num_draft_tokens is None else num_draft_tokens
             engine, tokenizer = engine_of(
-                where, set_status, precision, lambda _: draft_length, max_length or "auto", **engine_options
+                where, set_status, precision, lambda _: draft_length, length, **engine_options
             )
             compile_all(engine, set_status)
-        server_options = {"max_waiting": max_waiting, "api_key": api_key, "metrics_prefix": metrics_prefix}
-        _run(engine, tokenizer, listener, keep_alive, name or target or "bundled", access=access, **server_options)
+        _run(engine, tokenizer, listener, keep_alive, name, **server_options)
 
 
 def _check(api_key: str | None, metrics_prefix: str) -> None:
@@ -196,7 +224,7 @@ def _run(
         listener.listen(2048)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
-        if defaults := described(engine.device.target):
+        if defaults := described(engine.target):
             typer.echo(f"{defaults}; a request can override each field.", err=True)
         if note := server.tools_note:
             typer.echo(note, err=True)

@@ -19,7 +19,7 @@ ROOT = Path(jspec.__file__).parent
 ROOMS = [
     *("core", "text", "theory", "models", "acceptance", "rules", "planning", "drafters", "lengths"),
     *("bundled", "decoding", "tuning", "engine", "generation", "evaluation", "training", "online", "adapters"),
-    *("serve", "cli"),
+    *("serve", "cluster", "cli"),
 ]
 # Functions of more than eight parameters that are neither public nor commands; add none.
 WIDE = {"_kernel"}

@@ -1,0 +1,6 @@
+"""Decoding on more than one device or machine, with Ray."""
+
+from jspec.cluster.resources import Resources
+from jspec.cluster.serve.app import app
+
+__all__ = ["Resources", "app"]

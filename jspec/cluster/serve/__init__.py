@@ -1,0 +1,1 @@
+"""Replicas of an engine behind one server, with Ray Serve."""
