@@ -329,3 +329,18 @@ def test_server_says_when_no_replica_answers(monkeypatch):
 
     with replicas(count=1) as flaky:
         asyncio.run(run())
+
+
+def test_moved_request_is_sent_before_waiting_ones(monkeypatch):
+    monkeypatch.setattr(ReplicatedEngine, "_capacity", lambda self: 2)
+    requests = [Request((i, 3), NEW, key=jax.random.key(i)) for i in range(6)]
+
+    def fail(call, count):
+        if call == 0 and count == 3:
+            raise ConnectionError("planted")
+
+    with replicas(fail) as flaky:
+        results, engine = decode(flaky, requests)
+    check_texts(toys.tiny_llama(0, 1), requests, results)
+    [moved] = [i for i, message in enumerate(flaky.messages) if message.request.generated]
+    assert engine.moved["lost"] == 1 and moved < 4

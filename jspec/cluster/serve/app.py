@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from jspec.cluster.model_pair import Draft, ModelPair
 from jspec.cluster.resources import Resources, check_resources, default_resources, require_ray
+from jspec.cluster.serve.replicated_engine import ONGOING_PER_SLOT
 from jspec.core.program_cache import prepare_environment
 from jspec.core.tokenizer import Tokenizer
 from jspec.engine import Engine
@@ -83,7 +84,7 @@ class ServiceSpec:
             **count,
             name="replicas",
             ray_actor_options=self.resources.actor_options(),
-            max_ongoing_requests=2 * slots,  # so that the next request is queued when a slot becomes free
+            max_ongoing_requests=ONGOING_PER_SLOT * slots,
             graceful_shutdown_timeout_s=_DRAIN_SECONDS,
             health_check_period_s=2,
             health_check_timeout_s=5,

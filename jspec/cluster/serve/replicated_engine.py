@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
+from jspec.cluster.serve.admission import Admission
 from jspec.cluster.serve.messages import (
     ModelInfo,
     RequestMessage,
@@ -28,6 +29,7 @@ _LOG = logging.getLogger("jspec")
 _RESPONSE_TIMEOUT = 10 * HEARTBEAT  # seconds after which a replica that sends nothing counts as unresponsive
 _AVOID_SECONDS = 30.0  # for which an unresponsive replica gets no requests
 _MAX_LOSSES = 12  # losses since the last token, by `_weight`, that end a request
+ONGOING_PER_SLOT = 2  # requests that a replica accepts per slot, so that the next one is queued when a slot is free
 _LATE = 1.0  # seconds; if this event loop itself is so late, a replica's silence means nothing
 _MAX_PAUSES = 10_000  # how many to remember
 _STALL_SECONDS = 120.0  # seconds without a delta after which `trouble` reports a stall
@@ -125,6 +127,8 @@ class ReplicatedEngine:
         self.moved, self.pauses = Counter[str](), deque[float](maxlen=_MAX_PAUSES)
         self._replicas, self._loop = replicas, asyncio.get_running_loop()
         self._tasks: dict[ReplicatedRequest, asyncio.Task[None]] = {}
+        self._num_slots, self._seen = info.sizes.slots, dict[str, float]()  # when each live replica sent its last delta
+        self._admission = Admission(self._capacity)
         self._unresponsive: dict[str, float] = {}  # replicas that stopped answering, and when
         self._last_delta_at = time.monotonic()
         self._alarm: asyncio.Future[None] = self._loop.create_future()  # done when a replica stops responding
@@ -198,7 +202,8 @@ class ReplicatedEngine:
         while active.result.finish_reason is None:
             num_tokens, active.replica, active.has_slot = len(active.result.tokens), None, False
             try:
-                return await self._decode_on_one_replica(active)
+                async with self._admission.place(active.has_moved):
+                    return await self._decode_on_one_replica(active)
             except (ValueError, TypeError) as error:  # the replica's engine rejects the request
                 return active.end("error", str(error))
             except (Exception, asyncio.CancelledError) as error:
@@ -227,9 +232,8 @@ class ReplicatedEngine:
         try:
             while active.result.finish_reason is None:
                 delta = await self._next(deltas, has_begun=active.replica is not None)
-                self._last_delta_at, active.replica = time.monotonic(), delta.replica
-                active.has_slot = delta.waited is not None
-                self._unresponsive.pop(delta.replica, None)
+                self._record_delta(delta.replica)
+                active.replica, active.has_slot = delta.replica, delta.waited is not None
                 if delta.values["finish_reason"] in ("error", "cancelled") and delta.values["error_code"] is None:
                     raise ReplicaError(delta.values["error"] or "The replica's engine was closed.")
                 if delta.entries.get("tokens"):
@@ -261,6 +265,17 @@ class ReplicatedEngine:
             if not step.done():
                 step.cancel()
                 await asyncio.gather(step, return_exceptions=True)
+
+    def _record_delta(self, replica: str) -> None:
+        self._last_delta_at = self._seen[replica] = time.monotonic()
+        self._unresponsive.pop(replica, None)
+        self._admission.admit()  # the replica may be new
+
+    def _capacity(self) -> int:
+        """Return how many requests to send: as many as the live replicas accept, and some for a replica that starts."""
+        soon = time.monotonic() - 3 * HEARTBEAT
+        self._seen = {replica: at for replica, at in self._seen.items() if at > soon}
+        return (ONGOING_PER_SLOT * max(1, len(self._seen)) + 1) * self._num_slots
 
     def _record_tokens(self, active: ReplicatedRequest) -> None:
         now = time.monotonic()
