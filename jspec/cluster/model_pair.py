@@ -47,7 +47,7 @@ class ModelPair:
     def engine(self, options: Mapping[str, Any]) -> tuple[Engine, Tokenizer]:
         """Load the models, and return an engine that is not running, and the tokenizer."""
         target, drafter = self._load()
-        return Engine(target, drafter, **{"max_waiting": 4 * options.get("slots", 8), **options}), self.tokenizer()
+        return Engine(target, drafter, **options), self.tokenizer()
 
     def _load(self) -> tuple[Llama, DraftSource | None]:
         if self.draft is None and self.target in MODELS:

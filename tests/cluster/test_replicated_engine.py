@@ -152,7 +152,7 @@ def test_constraint_is_never_dropped():
 
 
 def test_requests_do_not_share_the_context_of_their_http_request():
-    """Ray would take the request id of the HTTP request from the context, for all of its choices."""
+    """Ray would find the same request id in the context for all choices of an HTTP request."""
     variable, seen = contextvars.ContextVar("variable", default="own"), []
 
     async def run():

@@ -132,12 +132,13 @@ def app(
     """
     require_ray()
     pair = ModelPair(target, draft, dtype, quantize)
-    slots = engine_options.get("slots", _SLOTS)
+    options: dict[str, Any] = {"slots": _SLOTS, "max_length": "auto", **engine_options}
+    options = {"max_waiting": 4 * options["slots"], **options}
     spec = ServiceSpec(
-        functools.partial(pair.engine, {"max_length": "auto", **engine_options}),
+        functools.partial(pair.engine, options),
         pair.tokenizer,
         name or target or "bundled",
-        slots,
+        options["slots"],
         replicas if isinstance(replicas, tuple) else (replicas, replicas),
         resources or default_resources(),
         {"version": version("jspec"), **(server_options or {})},
