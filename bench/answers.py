@@ -106,15 +106,18 @@ def run(
     repeats: int,
     temperature: float,
     tree: tuple[int, ...],
+    with_rivals: bool = True,
 ) -> None:
     """Publish one row per question kind, batch size and program, and one over all kinds per batch size and program.
 
     Args:
         questions: the questions, as `chats.by_kind` returns them.
         count: the number of questions of each kind. It is rounded down to full batches, but is at least one batch.
+        with_rivals: whether to measure the other programs, too. They decode only greedily.
     """
     longest = max(len(one) for asked in questions.values() for one in asked)
-    others, rows = {} if temperature else here(subject, longest + new_tokens), []
+    with_rivals = with_rivals and not temperature
+    others, rows = here(subject, longest + new_tokens) if with_rivals else {}, []
     readings: dict[int, list[Measurement]] = {batch: [] for batch in batches}
     for kind, asked in questions.items():
         for batch in batches:
@@ -131,7 +134,7 @@ def run(
             rows += _rows(kind, batch, outs, times)
     if len(questions) > 1:
         rows += [row for batch in batches for row in _rows("all", batch, *_merged(readings[batch]))]
-    wanted = () if temperature else ("torch", "llama_cpp")
+    wanted = ("torch", "llama_cpp") if with_rivals else ()
     missing = "".join(f" {module} is not installed." for module in wanted if module not in others)
     asked_of = "-held-out" if chats.HELD_OUT in questions else ""
     drawn = f"-t{temperature:g}" if temperature else ""

@@ -79,7 +79,8 @@ def run(streams: int, new_tokens: int, attack: Attack, folder: Path = RESULTS) -
     victims = "The ingress" if attack.victim == "ingress" else f"A random one of {attack.replicas} replicas"
     text = f"{victims} receives {attack.signal_number.name} every {attack.interval:g} seconds."
     name = f"chaos-{attack.victim}-{attack.signal_number.name.lower()}"
-    publish(name, "Seeded streams while processes are lost", [row], plots.chaos, [text, *errors[:3]], folder)
+    draw = plots.columns("streams", "moved", "differing", "errors")
+    publish(name, "Seeded streams while processes are lost", [row], draw, [text, *errors[:3]], folder)
 
 
 def _prompts(count: int) -> list[list[int]]:

@@ -77,6 +77,7 @@ def answers(
     ] = None,
     tree: Tree = None,
     held_out: HeldOut = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Do not measure transformers and llama.cpp.")] = False,
     twins: Annotated[
         bool,
         typer.Option("--transformers", help="With --pair: also measure transformers' greedy decoding in float32."),
@@ -106,7 +107,8 @@ def answers(
     if pair is not None:
         from bench import coder
 
-        _reject("without --pair", requests=requests, repeats=repeats, head=head, tree=tree, held_out=held_out)
+        only_own = {"requests": requests, "repeats": repeats, "alone": alone}
+        _reject("without --pair", **only_own, head=head, tree=tree, held_out=held_out)
         with one_sentence((ValueError, OSError)):
             run = coder.Run(
                 questions=questions or 64,
@@ -142,7 +144,8 @@ def answers(
         asked = chats.by_kind(subject.tokenizer, max(requests, *batch), held_out)
     if bits is not None:
         subject = dataclasses.replace(subject, name=f"{subject.name}, {bits}-bit activations")
-    answers.run(subject, asked, batch, requests, k[0] if k else 4, new_tokens, repeats or 5, temperature, tree or ())
+    length = k[0] if k else 4
+    answers.run(subject, asked, batch, requests, length, new_tokens, repeats or 5, temperature, tree or (), not alone)
 
 
 def _need_torch() -> None:

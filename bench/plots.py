@@ -72,12 +72,16 @@ def bars(label: str, value: str) -> Drawing:
     return draw
 
 
-def chaos(figure: Figure, rows: Rows) -> None:
-    """Plot the numbers of streams, moves, differing texts and errors."""
-    axes, names = figure.subplots(), ["streams", "moved", "differing", "errors"]
-    axes.bar_label(axes.barh(names, [rows[0][name] for name in names]), fmt="%.3g", padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
+def columns(*names: str) -> Drawing:
+    """Return a drawing with one bar for each of these columns of the first row."""
+
+    def draw(figure: Figure, rows: Rows) -> None:
+        axes = figure.subplots()
+        axes.bar_label(axes.barh(names, [rows[0][name] for name in names]), fmt="%.3g", padding=3)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+
+    return draw
 
 
 def drafters(figure: Figure, rows: Rows) -> None:

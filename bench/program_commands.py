@@ -86,6 +86,22 @@ def lm_eval(
 
 
 @app.command()
+def batch(
+    output: Output = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1)] = 20_000,
+    new_tokens: NewTokens = 32,
+    workers: Annotated[int, typer.Option("--workers", min=1)] = 2,
+    kills: Annotated[int, typer.Option("--kills", min=0, help="How often to kill a worker.")] = 2,
+) -> None:
+    """Compare a batch job whose workers are killed with the same job in one process. Needs Ray."""
+    need("ray", 'The batch run needs Ray, which is not installed; run pip install -e ".[ray]"')
+    from bench import batch
+    from bench.report import RESULTS
+
+    batch.run(prompts, new_tokens, workers, kills, output or RESULTS)
+
+
+@app.command()
 def chaos(
     output: Output = None,
     streams: Annotated[int, typer.Option("--streams", min=1)] = 500,

@@ -10,7 +10,8 @@ from convert.errors import CheckpointError
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
-def _no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def no_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Return a JSON object, or raise ValueError if a key appears twice. Use it as an `object_pairs_hook`."""
     seen = dict(pairs)
     if len(seen) != len(pairs):
         names = [name for name, _ in pairs]
@@ -30,7 +31,7 @@ def read_object(path: Path) -> dict[str, Json]:
         placeholders.check(path)
         raise CheckpointError(f"{path} is missing; copy or download the whole checkpoint directory again.")
     try:
-        value = cast("Json", json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates))
+        value = cast("Json", json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates))
     except (OSError, ValueError, RecursionError) as error:
         placeholders.check(path)
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); download or write the file again.") from error

@@ -9,7 +9,7 @@ import typer
 
 from convert.__main__ import convert
 from jspec import __version__
-from jspec.cli import chat, generate, index, interrupts, models, plan, serve, train, tune
+from jspec.cli import batch, chat, generate, index, interrupts, models, plan, serve, train, tune
 from jspec.cli.common import UsageError
 from jspec.core.program_cache import prepare_environment
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command(epilog=generate.EPILOG, short_help="Continue prompts.")(generate.generate)
 app.command(short_help="Talk with a model.")(chat.chat)
+app.command(epilog=batch.EPILOG, short_help="Complete all prompts of a file.")(batch.batch)
 app.command(epilog=serve.EPILOG, short_help="Serve a model to clients of OpenAI's API.")(serve.serve)
 app.command(short_help="Measure how many tokens to draft on this device.")(tune.tune)
 app.command(short_help="Train a drafter for a target.")(train.train)

@@ -162,14 +162,14 @@ class Conversation:
             prompt: Prompt = text if self._tokenizer.chat_template is None else said
             task = prepare(self._tokenizer, [prompt], template=self._template)
         target, longest = self._engine.target, self._engine.sizes.length
-        room = longest - len(task.ids)
+        room = longest - len(task.rows[0])
         if room <= 0:
             raise UsageError(
-                f"The conversation has {len(task.ids)} tokens, which leaves no room for an answer within the "
+                f"The conversation has {len(task.rows[0])} tokens, which leaves no room for an answer within the "
                 f"maximum of {longest}; shorten the message, start a new conversation, or set a larger --max-length."
             )
         (key,), self._turns = request_keys(self._seed, 1, first=self._turns), self._turns + 1
-        request = Request(task.ids, min(self._most, room), self._sampling, key, task.ends(target))
+        request = Request(task.rows[0], min(self._most, room), self._sampling, key, task.ends(target))
         answer = ""
         try:
             for part in parts(target, task, request, self._engine.stream_sync(request)):

@@ -13,7 +13,7 @@ from convert.json_file import Json
 
 if TYPE_CHECKING:
     from jspec.core.sampling import SamplingParams
-    from jspec.models.llama import Llama
+    from jspec.models.language_model import HasConfig
 
 
 class UsageError(Exception):
@@ -47,7 +47,7 @@ def check_texts(texts: Sequence[str], place: str, may_be_empty: bool = True) -> 
 
 
 def chosen_sampling(
-    target: "Llama",
+    target: "HasConfig",
     temperature: float | None,
     top_k: int | None,
     top_p: float | None,

@@ -1,7 +1,7 @@
 """Build a command's engine from its options."""
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +39,28 @@ def engine_of(
         if drafter is not None:
             engine_options["num_draft_tokens"] = draft_length(drafter)
         return Engine(target, drafter, max_length=max_length, **engine_options), tokenizer
+
+
+def silent_engine(where: Sources, precision: Precision, options: Mapping[str, Any]) -> "tuple[Engine, TokenizerFile]":
+    """Return an engine that has not been started, and its tokenizer, without a status line.
+
+    Args:
+        options: the options of `jspec.engine.Engine`, with `num_draft_tokens`, `max_length` and `slots`.
+    """
+    rest = {"max_waiting": 4 * options["slots"], **options}
+    draft_length, max_length = rest.pop("num_draft_tokens"), rest.pop("max_length")
+    return engine_of(where, lambda _: None, precision, lambda _: draft_length, max_length, **rest)
+
+
+def engine_draft_length(where: Sources, num_draft_tokens: int | str | None) -> int | str:
+    """Return the number of draft tokens that the option selects. The default is "auto".
+
+    Raises:
+        UsageError: the option is set, but there is no draft.
+    """
+    if num_draft_tokens is not None and not where.drafts:
+        raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
+    return "auto" if num_draft_tokens is None else num_draft_tokens
 
 
 def compile_all(engine: "Engine", set_status: Callable[[str], None]) -> None:

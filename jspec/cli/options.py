@@ -186,6 +186,16 @@ NumDraftTokens = Annotated[
         show_default="4",
     ),
 ]
+AutoDraftTokens = Annotated[
+    Any,
+    option(
+        "--num-draft-tokens",
+        "N",
+        "Draft tokens per round; auto: as many as pay off at the current load.",
+        parser=length,
+        show_default="auto",
+    ),
+]
 Tree = Annotated[
     Any,
     option(

@@ -1,11 +1,9 @@
 """A command's prompts, as text or as messages, from arguments, standard input or a JSON Lines file."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from convert.json_file import Json
 from jspec.cli.common import UsageError, check_text, check_texts
 
 if TYPE_CHECKING:
@@ -37,10 +35,11 @@ def gather(
         check_texts(prompts, "PROMPT", may_be_empty or chat)
     else:
         prompts = [_standard_input()]
-    return [_conversation(prompt, system) for prompt in prompts] if chat else cast("list[Prompt]", prompts)
+    return [conversation(prompt, system) for prompt in prompts] if chat else cast("list[Prompt]", prompts)
 
 
-def _conversation(prompt: "Prompt", system: str | None) -> "list[Message]":
+def conversation(prompt: "Prompt", system: str | None) -> "list[Message]":
+    """Return the prompt as a conversation, with `system` as its first message if it is not None."""
     messages = cast("list[Message]", [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     if system is None:
         return messages
@@ -76,17 +75,13 @@ def _lines(file: Path) -> "list[Prompt]":
 
 def _prompt(line: bytes, place: str) -> "Prompt":
     from jspec.text.chat_template import check_conversation
+    from jspec.text.json_lines import parse_object
 
-    try:
-        entry = cast("Json", json.loads(line.decode()))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place} is not UTF-8 text (byte {error.start + 1}); convert it first.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON ({error}); write one object per line.") from error
-    if isinstance(entry, dict) and entry.keys() == {"prompt"} and isinstance(entry["prompt"], str):
+    entry = parse_object(line, place)
+    if entry.keys() == {"prompt"} and isinstance(entry["prompt"], str):
         check_text(entry["prompt"], place)
         return entry["prompt"]
-    if isinstance(entry, dict) and entry.keys() == {"messages"} and isinstance(entry["messages"], list):
+    if entry.keys() == {"messages"} and isinstance(entry["messages"], list):
         messages = cast("list[Message]", entry["messages"])
         check_conversation(messages, place)
         for i, message in enumerate(messages):

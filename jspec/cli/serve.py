@@ -9,7 +9,7 @@ import typer
 
 from jspec.cli import options as o
 from jspec.cli.common import UsageError, option, status_line, wrong_options
-from jspec.cli.engine_args import compile_all, engine_of
+from jspec.cli.engine_args import compile_all, engine_draft_length, engine_of
 from jspec.cli.model_args import sources
 
 if TYPE_CHECKING:
@@ -60,16 +60,6 @@ _Origins = Annotated[
         show_default=False,
     ),
 ]
-_NumDraftTokens = Annotated[
-    Any,
-    option(
-        "--num-draft-tokens",
-        "N",
-        "Draft tokens per round; auto: as many as pay off at the current load.",
-        parser=o.length,
-        show_default="auto",
-    ),
-]
 _Slots = Annotated[
     int, option("--slots", "N", "Requests that each replica runs at once; further requests wait.", min=1)
 ]
@@ -100,7 +90,7 @@ def serve(
     tokenizer_source: o.Tokenizer = None,
     draft: o.Draft = None,
     plain: o.Plain = False,
-    num_draft_tokens: _NumDraftTokens = None,
+    num_draft_tokens: o.AutoDraftTokens = None,
     dtype: o.Dtype = None,
     quantize: o.Quantize = None,
     draft_quantize: o.DraftQuantize = None,
@@ -132,10 +122,8 @@ def serve(
     _check(api_key, metrics_prefix)
     access = _access(host, allow_host, allow_origin)
     where = sources(target, draft, plain, tokenizer_source)
-    if num_draft_tokens is not None and not where.drafts:
-        raise UsageError("--plain (or --draft none) decodes without a draft; leave out --num-draft-tokens.")
+    draft_length, length = engine_draft_length(where, num_draft_tokens), max_length or "auto"
     precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
-    draft_length, length = "auto" if num_draft_tokens is None else num_draft_tokens, max_length or "auto"
     engine_options: dict[str, Any] = {"slots": slots, "accept": accept}
     server_options = {
         "max_waiting": max_waiting,

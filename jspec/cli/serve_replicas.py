@@ -1,8 +1,6 @@
 """`jspec serve --replicas`: several replicas behind one server, with Ray Serve."""
 
 import functools
-import logging
-import os
 import signal
 import socket
 import threading
@@ -13,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from jspec.cli.common import UsageError, status_line, wrong_options
-from jspec.cli.engine_args import engine_of
+from jspec.cli.engine_args import silent_engine
 from jspec.cli.model_args import Precision, Sources
+from jspec.cli.ray_cluster import ray_cluster
 
 if TYPE_CHECKING:
-    from jspec.core.tokenizer import Tokenizer
-    from jspec.engine import Engine
+    pass
 
 _APP = "jspec"  # the name of the Ray Serve application
 _DRAIN = 600  # seconds for running requests after a signal, as in a server without replicas
@@ -49,19 +47,15 @@ def run_replicas(
         UsageError: Ray is not installed, the cluster does not have the resources, Ray Serve already runs there, or the
             application does not start.
     """
-    try:
-        from jspec import __version__
-        from jspec.cluster.serve.app import ServiceSpec, default_resources, require_ray
-
-        require_ray()
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--replicas: {error}") from error
-
     model_sources, precision = models
     model_sources.tokenizer()  # raises for a wrong name or path now, not later in every replica
-    make_engine, slots = functools.partial(_engine, model_sources, precision, engine_options), engine_options["slots"]
+    make_engine = functools.partial(silent_engine, model_sources, precision, engine_options)
     host, port = listener.getsockname()[:2]
     with _cluster():
+        from jspec import __version__
+        from jspec.cluster.serve.app import ServiceSpec, default_resources
+
+        slots = engine_options["slots"]
         with status_line() as set_status, wrong_options():
             spec = (make_engine, model_sources.tokenizer, name, slots, (count, count), default_resources())
             application = ServiceSpec(*spec, {"version": __version__, **server_options}).application()
@@ -74,28 +68,16 @@ def run_replicas(
         _drain()
 
 
-def _engine(where: Sources, precision: Precision, options: Mapping[str, Any]) -> "tuple[Engine, Tokenizer]":
-    """Return an engine and its tokenizer. This runs in each replica."""
-    draft_length, length = options["num_draft_tokens"], options["max_length"]
-    rest = {"slots": options["slots"], "accept": options["accept"], "max_waiting": 4 * options["slots"]}
-    return engine_of(where, lambda _: None, precision, lambda _: draft_length, length, **rest)
-
-
 @contextmanager
 def _cluster() -> Generator[None]:
-    """Connect to the Ray cluster that RAY_ADDRESS names, or start one on this machine until the block ends.
+    """Connect to a Ray cluster, and shut Ray Serve down at the end.
 
     Raises:
-        UsageError: Ray Serve already runs on the cluster.
+        UsageError: Ray is not installed, or Ray Serve already runs on the cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its developers
-    import ray
-    from ray import serve
+    with ray_cluster("--replicas"):
+        from ray import serve
 
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {} if address else {"include_dashboard": False}
-    ray.init(address or "local", logging_level=logging.WARNING, log_to_driver=False, **options)
-    try:
         if serve.status().proxies:
             raise UsageError(
                 "--replicas: Ray Serve already runs on the cluster of RAY_ADDRESS; deploy jspec.cluster.app there with "
@@ -105,8 +87,6 @@ def _cluster() -> Generator[None]:
             yield
         finally:
             serve.shutdown()
-    finally:
-        ray.shutdown()
 
 
 def _start(application: Any, http_options: Mapping[str, Any]) -> None:

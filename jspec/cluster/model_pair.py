@@ -1,4 +1,4 @@
-"""The models of a replica, by name."""
+"""The models of a process, by name."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ Draft: TypeAlias = str | Callable[[Llama], DraftSource] | None
 
 @dataclasses.dataclass(frozen=True)
 class ModelPair:
-    """A target and a draft that every replica loads itself. See `jspec.cluster.app`.
+    """A target and a draft that every replica or worker loads itself. See `jspec.cluster.app`.
 
     Raises:
         TypeError: `target` is not a string, or `draft` is a model.
@@ -37,7 +37,7 @@ class ModelPair:
             if isinstance(value, Llama) or not (value is None or isinstance(value, str) or callable(value)):
                 raise TypeError(
                     f"{name} is of type {type(value).__name__}; pass the path or the name of a model, because every "
-                    "replica loads it itself."
+                    "process loads it itself."
                 )
 
     def tokenizer(self) -> Tokenizer:

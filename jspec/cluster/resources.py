@@ -58,7 +58,7 @@ def default_resources() -> Resources:
 
 
 def check_resources(count: int, resources: Resources) -> None:
-    """Check that the running Ray cluster, if any, is large enough for `count` replicas.
+    """Check that the running Ray cluster, if any, is large enough for `count` processes.
 
     Raises:
         ValueError: the cluster is too small.
@@ -67,8 +67,8 @@ def check_resources(count: int, resources: Resources) -> None:
     for name, each in (("CPU", resources.cpus), ("GPU", resources.gpus), ("TPU", resources.tpus)):
         if total and count * each > total.get(name, 0):
             raise ValueError(
-                f"The Ray cluster has {total.get(name, 0):g} {name}s, but {count} x {each:g} are needed for the "
-                "replicas; use fewer replicas, smaller Resources, or a larger cluster."
+                f"The Ray cluster has {total.get(name, 0):g} {name}s, but {count} x {each:g} are needed; use fewer "
+                "replicas or workers, smaller Resources, or a larger cluster."
             )
 
 

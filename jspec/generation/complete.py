@@ -83,9 +83,10 @@ class Task:
         return len(self.prompts) * self.samples_per_prompt
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """The token ids of the first prompt."""
-        return tuple(self.batch.tokens[0, : self.batch.lengths[0]].tolist())
+    def rows(self) -> list[tuple[int, ...]]:
+        """The token ids of each prompt."""
+        pairs = zip(self.batch.tokens, self.batch.lengths, strict=True)
+        return [tuple(tokens[:length].tolist()) for tokens, length in pairs]
 
     def ends(self, target: LanguageModel) -> tuple[int, ...]:
         """Return the token ids that end decoding."""

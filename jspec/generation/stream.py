@@ -73,7 +73,7 @@ def stream(
     sampling = recommended(target) if sampling is None else sampling
     with explicit_transfers():
         key = request_keys(seed, 1)[0]
-    request = Request(task.ids, max_new_tokens, sampling, key, task.ends(target))
+    request = Request(task.rows[0], max_new_tokens, sampling, key, task.ends(target))
     return parts(target, task, request, engine.stream_sync(request))
 
 

@@ -92,7 +92,7 @@ def ids_of(
         raise ValueError("template sets chat-template variables, but no prompt is a conversation; leave template out.")
     several = len(prompts) > 1
     places = [f"Prompt {i}" if several else "The prompt" for i in range(1, len(prompts) + 1)]
-    rows = [_ids(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
+    rows = [ids_of_prompt(tokenizer, prompt, place, variables) for prompt, place in zip(prompts, places, strict=True)]
     if not rows:
         raise ValueError("There are no prompts; pass at least one prompt.")
     return rows
@@ -143,7 +143,15 @@ def check_messages(messages: Sequence[object], place: str) -> None:
             )
 
 
-def _ids(tokenizer: Tokenizer | None, prompt: Prompt, place: str, variables: Mapping[str, object]) -> list[int]:
+def ids_of_prompt(
+    tokenizer: Tokenizer | None, prompt: Prompt, place: str, variables: Mapping[str, object]
+) -> list[int]:
+    """Return the token ids of one prompt. See `ids_of`.
+
+    Args:
+        place: the name of the prompt in errors.
+        variables: chat-template variables, from `check_variables`.
+    """
     if tokenizer is None and (isinstance(prompt, str) or is_conversation(prompt)):
         raise ValueError(f"{place} is not a list of token ids, but tokenizer is None; pass the target's tokenizer.")
     tokenizer = cast("Tokenizer", tokenizer)

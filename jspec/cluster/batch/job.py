@@ -1,0 +1,145 @@
+"""A batch job's output folder: which prompts belong to which file, and which files are complete."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jspec.cluster.batch.completed import Completed
+from jspec.cluster.batch.prompt_files import Entry, PromptFile
+from jspec.text.chat_template import Prompt
+
+_FILE = "job.json"
+_MOST_ROWS = 256  # in a part: enough that the last requests of a part, which leave slots idle, cost little
+_PARTS_PER_WORKER = 4
+
+
+class Part(NamedTuple):
+    """The prompts of one output file, with their indices in the input."""
+
+    number: int
+    indices: list[int]
+    prompts: list[Prompt]
+
+
+Decode = Callable[[Sequence[Part]], Iterator[tuple[int, list[Completed]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job that completes the prompts of `file`, and writes each part of them to a file in `folder`.
+
+    A part's file is complete as soon as it exists. The bytes of a part do not depend on how often it is decoded.
+    """
+
+    folder: Path
+    file: PromptFile
+    parts: list[Part]
+
+    @classmethod
+    def open(
+        cls, folder: Path, file: PromptFile, entries: Sequence[Entry], identity: Mapping[str, Any], new_size: int
+    ) -> "Job":
+        """Return the job in `folder`. Create the folder if it does not exist.
+
+        Args:
+            identity: everything that determines the output, as JSON.
+            new_size: the number of prompts in each part of a new job, from `part_size`.
+
+        Raises:
+            ValueError: the folder belongs to a job with another identity, or contains other files.
+            OSError: the folder cannot be created or read.
+        """
+        size = _known_or_new_size(folder, json.loads(json.dumps(dict(identity))), new_size)
+        groups = [entries[i : i + size] for i in range(0, len(entries), size)]
+        parts = [
+            Part(i, [entry.prompt_index for entry in group], [_prompt(entry) for entry in group])
+            for i, group in enumerate(groups)
+        ]
+        return cls(folder, file, parts)
+
+    def missing(self) -> list[Part]:
+        """Return the parts whose files do not exist yet."""
+        return [part for part in self.parts if not self._path(part.number).exists()]
+
+    def run(self, decode: Decode, report: Callable[[int, int], None]) -> None:
+        """Decode the missing parts, and write their files.
+
+        Args:
+            decode: a function that completes parts, in any order.
+            report: a function that is called after each part, with its number of prompts and of new tokens.
+
+        Raises:
+            OSError: a file cannot be written, for example because the disk is full.
+        """
+        for number, completed in decode(self.missing()):
+            path = self._path(number)
+            content = self.file.part(self.parts[number].indices, completed)
+            try:
+                _write(path, content)
+            except OSError as error:
+                raise OSError(
+                    f"{path} cannot be written ({error.strerror}); make room, and run the command again to continue."
+                ) from error
+            report(len(completed), sum(len(one["generated_tokens"]) for one in completed))
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}{self.file.suffix}"
+
+
+def part_size(num_prompts: int, workers: int, slots: int) -> int:
+    """Return the number of prompts in each part, so that all workers, each with this number of slots, have work."""
+    return min(_MOST_ROWS, max(slots, -(-num_prompts // (_PARTS_PER_WORKER * workers))))
+
+
+def _known_or_new_size(folder: Path, identity: dict[str, Any], new_size: int) -> int:
+    """Return the number of prompts in each part of the job in `folder`. In a new folder, write `new_size`."""
+    path = folder / _FILE
+    if path.exists():
+        return _known_size(path, identity)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} contains files, but no job; pass another --output, or an empty folder.")
+    _write(path, json.dumps({"part_size": new_size, "job": identity}, indent=1).encode())
+    return new_size
+
+
+def _known_size(path: Path, identity: dict[str, Any]) -> int:
+    """Return the number of prompts in each part of the job in `path`.
+
+    Raises:
+        ValueError: the job has another identity.
+    """
+    try:
+        known = json.loads(path.read_bytes())
+        size, job = int(known["part_size"]), dict(known["job"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged; pass another --output.") from error
+    for name in [*identity, *job]:
+        if identity.get(name) != job.get(name):
+            raise ValueError(
+                f"{path.parent} belongs to another job, with {name} {job.get(name)!r} and not "
+                f"{identity.get(name)!r}; pass another --output, or the same input and options."
+            )
+    return size
+
+
+def _prompt(entry: Entry) -> Prompt:
+    assert not isinstance(entry.prompt, ValueError)  # the caller has left out such entries
+    return entry.prompt
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that exists only when it is complete."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,154 @@
+"""Workers on Ray Data: the parts of a job, or the rows of a dataset."""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from jspec.cluster.batch.arrow_tables import Table, prompt_columns, with_completions
+from jspec.cluster.batch.completed import Completed
+from jspec.cluster.batch.job import Part
+from jspec.cluster.batch.worker import Decoding, Worker
+from jspec.cluster.model_pair import Draft, ModelPair
+from jspec.cluster.resources import Resources, check_resources, default_resources, require_ray
+from jspec.core.program_cache import prepare_environment
+from jspec.core.sampling import SamplingParams
+from jspec.core.tokenizer import Tokenizer
+from jspec.engine import Engine
+
+_ROWS = 256  # in one call of a dataset's worker
+
+MakeEngine = Callable[[], tuple[Engine, Tokenizer]]
+
+
+class PartWorker:
+    """A Ray Data actor that completes the parts of a job. Parts and completions travel as JSON."""
+
+    def __init__(self, make_engine: MakeEngine, decoding: Decoding):
+        prepare_environment()
+        self._worker = Worker(*make_engine(), decoding)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete one part."""
+        part = Part(*json.loads(batch["part"][0]))
+        return {"number": [part.number], "completed": [json.dumps(self._worker.complete(*part[1:]))]}
+
+
+class RowWorker:
+    """A Ray Data actor that adds completions to the rows of a dataset."""
+
+    def __init__(self, make_engine: MakeEngine, decoding: Decoding, index: str):
+        prepare_environment()
+        self._worker, self._index = Worker(*make_engine(), decoding), index
+
+    def __call__(self, table: Table) -> Table:
+        """Complete the rows of `table`."""
+        indices = cast(list[int], table.column(self._index).to_pylist())
+        prompts = [row.get("messages") or row.get("prompt") for row in prompt_columns(table)]
+        return with_completions(table, self._worker.complete(indices, cast(Any, prompts)))
+
+
+def decode_on_ray(
+    make_engine: MakeEngine, decoding: Decoding, workers: int, resources: Resources, parts: Sequence[Part]
+) -> Iterator[tuple[int, list[Completed]]]:
+    """Yield the number and completions of each part, as soon as a worker has completed it.
+
+    If a worker is lost, Ray starts another one, which decodes the same part again, as often as necessary.
+
+    Args:
+        make_engine: a function that each worker calls. It returns an engine that is not running, and its tokenizer.
+        decoding: how to complete the prompts.
+        workers: the number of processes.
+        resources: the resources of each.
+        parts: the parts to complete.
+
+    Raises:
+        ValueError: the cluster does not have the resources, or a worker raised an error.
+    """
+    import ray
+    from ray.data import DataContext
+    from ray.exceptions import RayError
+
+    check_resources(workers, resources)
+    if not parts:
+        return
+    DataContext.get_current().enable_progress_bars = False
+    rows = [{"part": json.dumps(part)} for part in parts]
+    dataset = cast(Any, ray.data).from_items(rows, override_num_blocks=len(rows))
+    options = _options(min(workers, len(parts)), resources, (make_engine, decoding))
+    completed = dataset.map_batches(PartWorker, batch_size=1, **options)
+    try:
+        for batch in completed.iter_batches(batch_size=1):
+            yield int(batch["number"][0]), json.loads(batch["completed"][0])
+    except RayError as error:
+        raise ValueError(f"The workers failed: {_reason(error)}") from error
+
+
+def complete(
+    dataset: Any,
+    target: str | None = None,
+    draft: Draft = None,
+    *,
+    index: str,
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams | None = None,
+    stop: str | Sequence[str] = (),
+    template: Mapping[str, object] | None = None,
+    workers: int = 1,
+    resources: Resources | None = None,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    **engine_options: Any,
+) -> Any:
+    """Return a Ray dataset with the rows of `dataset` and their completions.
+
+    A completion equals that of `jspec.complete` with ``accept="coupled"``. It depends on the seed and on the row's
+    index, but not on the number of workers, on the order of the rows, or on workers that fail and are replaced.
+
+    Args:
+        dataset: a Ray dataset with a column "prompt" (text) or "messages" (conversations).
+        target, draft, dtype, quantize: as in `jspec.cluster.app`.
+        index: the name of a column with a different number from 0 to 2**32 - 1 in each row.
+        seed, max_new_tokens, sampling, stop, template: as in `jspec.complete`.
+        workers: the number of processes.
+        resources: as in `jspec.cluster.app`.
+        engine_options: the options of each worker's `jspec.engine.Engine`.
+
+    Returns:
+        A lazy dataset with the additional columns "prompt_index", "generated_text", "generated_tokens" and
+        "finish_reason".
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        TypeError: `target` is not a string, or `draft` is a model.
+        ValueError: the dataset does not have the column `index`, or has none with prompts; or the connected cluster
+            does not have the resources.
+    """
+    require_ray()
+    names = {*cast(Sequence[str], dataset.columns() or ())}
+    if index not in names or not names & {"prompt", "messages"}:
+        raise ValueError(
+            f"dataset has the columns {', '.join(sorted(names))}; expected {index!r}, and 'prompt' or 'messages'."
+        )
+    pair = ModelPair(target, draft, dtype, quantize)
+    resources = resources or default_resources()
+    check_resources(workers, resources)
+    make_engine = functools.partial(pair.engine, {"max_length": "auto", **engine_options})
+    decoding = Decoding(max_new_tokens, seed, sampling, (stop,) if isinstance(stop, str) else tuple(stop), template)
+    options = _options(workers, resources, (make_engine, decoding, index))
+    return dataset.map_batches(RowWorker, batch_size=_ROWS, batch_format="pyarrow", **options)
+
+
+def _options(workers: int, resources: Resources, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the options of `map_batches`."""
+    from ray.data import ActorPoolStrategy
+
+    compute = ActorPoolStrategy(size=workers)
+    return {"compute": compute, "fn_constructor_args": arguments, **resources.actor_options()}
+
+
+def _reason(error: BaseException) -> str:
+    """Return the last line of an error, which ends with the traceback of the worker, without the class of the error."""
+    return re.sub(r"^[\w.]+: ", "", str(error).strip().splitlines()[-1].strip())

@@ -1,0 +1,160 @@
+"""Batch jobs on a small Ray cluster: lost workers, datasets, and too many workers."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import psutil
+import pytest
+
+import jspec
+from jspec.cluster.resources import Resources
+from support.servers import tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+WORDS = "in", "a", "thing", "the", "hat"
+PROMPTS = [" ".join(WORDS[(i * step) % 5] for step in range(1, 3 + i % 7)) for i in range(48)]
+NEW = 24
+FAST = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+_WORKER = "PartWorker"  # in the title of every worker process
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Start a Ray cluster with two cores in this process, and yield its address."""
+    ray = pytest.importorskip("ray")
+    os.environ |= FAST
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "os.fork")  # the child only starts another program
+        context = ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield context.address_info["address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def done(sources):
+    """Return the completions of the prompts by `jspec.complete`."""
+    options = {"max_new_tokens": NEW, "accept": "coupled", "seed": 7}
+    return jspec.complete(*map(jspec.load, sources), tokenizer(), PROMPTS, **options)
+
+
+def workers(known=()):
+    """Return the processes of the workers of `jspec batch` that are not `known`."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "status"])
+        if _WORKER in " ".join(process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+        and process not in known
+    ]
+
+
+@contextlib.contextmanager
+def job(sources, file, address, *options):
+    """Run `jspec batch`, and yield the process. It starts its own cluster if `address` is None."""
+    command = [sys.executable, "-m", "jspec", "batch", file, "--output", file.parent / "output", "--target", sources[0]]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | FAST
+    environment |= {} if address is None else {"RAY_ADDRESS": address}
+    process = subprocess.Popen([*map(str, (*command, *options))], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition, process, seconds=240):
+    """Wait until ``condition()`` is true, and return it. Fail if `process` ends first."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert process.poll() is None and time.monotonic() < end, process.stderr.read() if process.poll() else "late"
+        time.sleep(0.05)
+    return found
+
+
+def test_killed_workers_change_nothing(cluster, sources, done, tmp_path, report):
+    """A worker is killed while it compiles and another one while it decodes. Every prompt is completed once."""
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "output"
+    file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in PROMPTS))
+    options = "--draft", sources[1], "-n", NEW, "--seed", 7, "--slots", 2, "--workers", 2, "--num-draft-tokens", 2
+    with job(sources, file, cluster, *options) as process:
+        first = wait_for(lambda: len(found := workers()) == 2 and found, process)
+        first[0].kill()
+        wait_for(lambda: [*output.glob("part-*")], process)
+        second = workers(known=first[:1])
+        second[0].kill()
+        error = process.communicate(timeout=240)[1]
+    assert process.returncode == 0 and "48 prompts in 8 files; " in error, error
+    rows = [json.loads(line) for part in sorted(output.glob("part-*")) for line in part.read_text().splitlines()]
+    assert [row["prompt_index"] for row in rows] == [*range(48)]
+    assert [row["generated_tokens"] for row in rows] == [one.tokens for one in done]
+    assert [row["generated_text"] for row in rows] == [one.text for one in done]
+    report(killed=[first[0].pid, second[0].pid], tokens=sum(len(one.tokens) for one in done))
+
+
+def test_dataset_rows_get_their_completions(cluster, sources, done):
+    """The completions depend on the index column, not on the order of the rows."""
+    import ray
+
+    order = sorted(range(len(PROMPTS)), key=lambda i: i * 7 % 48)
+    rows = [{"prompt": PROMPTS[i], "number": i, "x": [i, i + 1]} for i in order]
+    dataset = ray.data.from_items(rows, override_num_blocks=5)
+    options = {"slots": 2, "max_length": 128, "num_draft_tokens": 2, "max_waiting": 4}
+    found = jspec.cluster.complete(
+        dataset, *map(str, sources), index="number", seed=7, max_new_tokens=NEW, workers=2, **options
+    ).take_all()
+    by_index = {row["prompt_index"]: row for row in found}
+    assert len(found) == len(by_index) == 48
+    for i, one in enumerate(done):
+        row = by_index[i]
+        assert (row["number"], row["prompt"], [*row["x"]]) == (i, PROMPTS[i], [i, i + 1])
+        assert ([*row["generated_tokens"]], row["generated_text"]) == (one.tokens, one.text)
+        assert row["finish_reason"] == one.finish_reason
+
+
+def test_wrong_datasets_and_clusters_are_refused(cluster, sources):
+    import ray
+
+    complete = functools.partial(jspec.cluster.complete, ray.data.from_items([{"prompt": "a", "x": 1}]))
+    with pytest.raises(ValueError, match=r"^dataset has the columns prompt, x; expected 'number', and 'prompt' or"):
+        complete(str(sources[0]), index="number")
+    with pytest.raises(TypeError, match=r"^target is of type Llama; pass the path"):
+        complete(jspec.load(sources[0]), index="x")
+    with pytest.raises(ValueError, match=r"^The Ray cluster has 2 CPUs, but 3 x 1 are needed; use fewer"):
+        complete(str(sources[0]), index="x", workers=3)
+    with pytest.raises(ValueError, match=r"^The Ray cluster has 0 GPUs, but 1 x 1 are needed; use fewer"):
+        complete(str(sources[0]), index="x", resources=Resources(gpus=1))
+
+
+def test_errors_are_one_sentence(cluster, sources, tmp_path):
+    """A job that the cluster cannot run fails before it starts. An error in the workers ends the job."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "in"}')
+    options = "--plain", "-n", 16, "--workers"
+    with job(sources, tmp_path / "prompts.jsonl", cluster, *options, 3) as process:
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and error.startswith("jspec: --workers: The Ray cluster has 2 CPUs, but 3 x 1")
+    with job(sources, tmp_path / "prompts.jsonl", cluster, *options, 1, "--slots", 10**9) as process:
+        error = process.communicate(timeout=120)[1]
+    ours = [line for line in error.splitlines() if "core_worker" not in line and line]  # Ray's C++ code logs a warning
+    assert process.returncode == 1 and len(ours) == 1, error
+    assert ours[0].startswith("jspec: The workers failed: 1,000,000,000 slots of ")
+
+
+def test_ctrl_c_ends_the_cluster_that_the_command_started(sources, tmp_path):
+    """Ctrl-C ends the command at once. The workers and the cluster that it started end, too."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "in"}')
+    known = workers()
+    with job(sources, tmp_path / "prompts.jsonl", None, "--plain", "-n", 16, "--workers", 1) as process:
+        wait_for(lambda: workers(known), process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        ending = [child for child in children if "Agent" not in child.name()]  # Ray's agents end a minute later
+        assert {"raylet", "gcs_server"} <= {child.name() for child in ending}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+    assert not psutil.wait_procs(ending, timeout=30)[1]
