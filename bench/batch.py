@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -34,24 +33,26 @@ def run(prompts: int, new_tokens: int, workers: int, kills: int, folder: Path = 
         file = Path(scratch) / "prompts.jsonl"
         _write(prompts, file)
         options = "-n", new_tokens, "--slots", _SLOTS, "--num-draft-tokens", 2
-        alone, seconds_alone, _ = _batch(file, Path(scratch) / "alone", 0, *options)
-        killed = _batch(file, Path(scratch) / "killed", kills, *options, "--workers", workers)
+        alone, seconds_alone, _ = _batch(file, Path(scratch) / "alone", [], *options)
+        moments = [prompts * (i + 1) // (kills + 1) for i in range(kills)]
+        killed = _batch(file, Path(scratch) / "killed", moments, *options, "--workers", workers)
     lines, seconds, count = killed
-    found, wanted = [json.loads(line)["prompt_index"] for line in lines], set(range(prompts))
+    found = [json.loads(line)["prompt_index"] for line in lines]
+    expected = {json.loads(line)["prompt_index"]: line for line in alone}
     row: dict[str, Any] = {
         "prompts": prompts,
         "new tokens": new_tokens,
         "workers": workers,
         "killed": count,
-        "lost": len(wanted - {*found}),
+        "lost": len({*range(prompts)} - {*found}),
         "repeated": len(found) - len({*found}),
-        "differing": sum(one != other for one, other in zip(lines, alone, strict=False)),
+        "differing": sum(line != expected.get(index) for index, line in zip(found, lines, strict=True)),
         "same bytes": lines == alone,
         "prompts/s": prompts / seconds,
         "prompts/s, one process": prompts / seconds_alone,
     }
     notes = [
-        f"jspec batch on {workers} workers, of which {kills} are killed (SIGKILL), and in one process without Ray."
+        f"jspec batch on {workers} workers, of which {count} are killed (SIGKILL), and in one process without Ray."
         " Times include starting and compiling."
     ]
     draw = plots.columns("prompts", "killed", "lost", "repeated", "differing")
@@ -66,15 +67,19 @@ def _write(count: int, file: Path) -> None:
     file.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in texts))
 
 
-def _batch(file: Path, output: Path, kills: int, *options: object) -> tuple[list[bytes], float, int]:
-    """Run `jspec batch`. Return the lines of its output, the seconds it took, and the number of killed workers."""
+def _batch(file: Path, output: Path, moments: list[int], *options: object) -> tuple[list[bytes], float, int]:
+    """Run `jspec batch`. Return the lines of its output, the seconds it took, and the number of killed workers.
+
+    Args:
+        moments: after how many completed prompts to kill a worker.
+    """
     command = [sys.executable, "-m", "jspec", "batch", file, "--output", output, *options]
     began, count = time.perf_counter(), 0
     process = subprocess.Popen([*map(str, command)])
     while process.poll() is None:
-        time.sleep(0.2)
-        if count < kills and _progress(output) >= (count + 1) / (kills + 1):
-            for victim in list(_workers())[:1]:
+        time.sleep(0.5)
+        if count < len(moments) and _completed(output) >= moments[count]:
+            for victim in list(_workers(process.pid))[:1]:
                 victim.kill()
                 count += 1
     if process.returncode:
@@ -83,16 +88,16 @@ def _batch(file: Path, output: Path, kills: int, *options: object) -> tuple[list
     return b"".join(part.read_bytes() for part in sorted(output.glob("part-*"))).splitlines(), seconds, count
 
 
-def _progress(output: Path) -> float:
-    """Return the fraction of the job's prompts whose files are complete."""
+def _completed(output: Path) -> int:
+    """Return how many of the job's prompts are complete."""
     with contextlib.suppress(OSError, ValueError):
-        done = len([*output.glob("part-*")]) * json.loads((output / "job.json").read_bytes())["part_size"]
-        return done / max(1, sum(1 for _ in (output.parent / "prompts.jsonl").open()))
-    return 0.0
+        return len([*output.glob("part-*")]) * json.loads((output / "job.json").read_bytes())["part_size"]
+    return 0
 
 
-def _workers() -> Iterator[psutil.Process]:
-    """Yield the processes of the workers."""
-    for process in psutil.process_iter(["cmdline"]):
-        if _WORKER in " ".join(process.info["cmdline"] or ()) and process.pid != os.getpid():
-            yield process
+def _workers(pid: int) -> Iterator[psutil.Process]:
+    """Yield the processes of the workers of the process `pid`."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if _WORKER in " ".join(process.cmdline()):
+                yield process

@@ -37,5 +37,11 @@ def check_cast(values: np.ndarray, source: np.dtype, name: str) -> None:
     Raises:
         CheckpointError: the cast was not to a wider dtype, and a value is not finite.
     """
-    if values.dtype not in (source, BY_NAME["float32"]) and not np.isfinite(values).all():
-        raise CheckpointError(f"{name} has values too large for {values.dtype}; choose bfloat16 or float32.")
+    if values.dtype not in (source, BY_NAME["float32"]):
+        check_finite(bool(np.isfinite(values).all()), values.dtype, name)
+
+
+def check_finite(is_finite: bool, dtype: np.dtype, name: str) -> None:
+    """Raise CheckpointError if a value of the array `name` has become infinite in `dtype`."""
+    if not is_finite:
+        raise CheckpointError(f"{name} has values too large for {dtype}; choose bfloat16 or float32.")

@@ -14,6 +14,7 @@ from convert.quantized import methods
 from convert.quantized.assemble import assemble
 from convert.quantized.base import QuantizedTensor
 from convert.safetensors_reader import QUANTIZED, Tensor, row_chunks, scan
+from convert.stored_array import stored_arrays
 
 _LOG = logging.getLogger("jspec.convert")
 
@@ -212,16 +213,5 @@ def filled(
     Raises:
         CheckpointError: a file has become unreadable since it was scanned, or a value does not fit `dtype`.
     """
-    for entry in entries:
-        array, offset = np.empty(entry.shape, dtype), 0
-        for part in entry.parts:
-            _fill(array[offset : offset + part.rows], found[part.hf_name])
-            offset += part.rows
-        yield entry.name, array
-
-
-def _fill(out: np.ndarray, tensor: Tensor) -> None:
-    for rows in row_chunks(tensor.shape, tensor.dtype.itemsize):
-        with np.errstate(over="ignore"):  # check_cast reports overflow more clearly than a warning does
-            out[rows] = tensor.read(rows)
-        dtypes.check_cast(out[rows], tensor.dtype, tensor.name)
+    for name, array in stored_arrays(found, entries, dtype):
+        yield name, array.read((slice(None),) * len(array.shape))

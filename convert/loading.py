@@ -1,12 +1,13 @@
 """Load checkpoints from Hugging Face directories and repos, converted directories and GGUF files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from convert import dtypes, from_hf, notes, store, weight_files
+from convert import dtypes, from_hf, keymap, notes, store, weight_files
 from convert.blocks import StoredParts
 from convert.checkpoint import Checkpoint
 from convert.config import LlamaConfig, gguf_config, read_config
@@ -14,6 +15,11 @@ from convert.gguf import header as gguf_header
 from convert.gguf import reader as from_gguf
 from convert.safetensors_reader import Tensor
 from convert.source import resolve_weights
+from convert.stored_array import StoredArray, stored_arrays
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
 
 Arrays = Iterator[tuple[str, np.ndarray]]
 PackedArrays = Iterator[tuple[str, np.ndarray | StoredParts]]
@@ -63,6 +69,25 @@ def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Pa
     if found is None:
         return config, directory, store.stream_packed(directory, config, target)
     return config, directory, from_hf.stream_packed(found, config, target)
+
+
+def stream_parts(
+    source: str | Path, dtype: DTypeLike, sharding: "Callable[[str, tuple[int, ...]], Sharding]"
+) -> tuple[LlamaConfig, Path, "Iterator[tuple[str, StoredArray | jax.Array]]"]:
+    """Return the same as `stream`, but read only the parts of arrays that this process's devices hold.
+
+    Args:
+        sharding: a function from an array's name and shape to its sharding, which applies to converted directories.
+            Their arrays are returned as JAX arrays. All others have yet to be read.
+
+    Raises:
+        CheckpointError: under the same conditions as `stream`.
+    """
+    target = dtypes.parse(dtype)
+    config, directory, found = _open(source, None)
+    if found is None:
+        return config, directory, store.stream_sharded(directory, config, target, sharding)
+    return config, directory, stored_arrays(found, keymap.entries(config), target)
 
 
 def _open(source: str | Path, revision: str | None) -> tuple[LlamaConfig, Path, dict[str, Tensor] | None]:

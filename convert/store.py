@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from convert.keymap import shapes
 from convert.safetensors_reader import row_chunks
 
 if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
     from orbax.checkpoint import v1 as ocp
 
 ARRAYS = "arrays"
@@ -113,6 +115,34 @@ def stream(directory: Path, config: LlamaConfig, dtype: np.dtype | None) -> Iter
             yield name, arrays.pop(name)
 
 
+def stream_sharded(
+    directory: Path,
+    config: LlamaConfig,
+    dtype: np.dtype,
+    sharding: "Callable[[str, tuple[int, ...]], Sharding]",
+) -> "Iterator[tuple[str, jax.Array]]":
+    """Yield the (name, array) pairs of a verified directory as JAX arrays. No process reads more than its own parts.
+
+    Args:
+        sharding: a function from an array's name and shape to its sharding.
+
+    Raises:
+        CheckpointError: names, shapes or dtype differ from the config's, or an array cannot be read.
+    """
+    import jax
+
+    stored = dtypes.parse(describe(directory).get("dtype"))
+    _check(directory, {name: (shape, stored) for name, shape in shapes(config).items()})
+    for group in _groups(config, stored):
+        abstract = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(name, shape)) for name, shape in group.items()
+        }
+        for name, array in _read(directory, abstract).items():
+            if dtype not in (stored, dtypes.BY_NAME["float32"]):
+                dtypes.check_finite(bool(jax.numpy.isfinite(array).all()), dtype, name)
+            yield name, array
+
+
 def stream_packed(
     directory: Path, config: LlamaConfig, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray | blocks.StoredParts]]:
@@ -135,7 +165,8 @@ def stream_packed(
         yield name, vector
 
 
-def _read(directory: Path, abstract: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _read(directory: Path, abstract: Mapping[str, object]) -> dict[str, Any]:
+    """Return arrays of the kind, shape, dtype and sharding that `abstract` declares."""
     from orbax.checkpoint import v1 as ocp
 
     try:

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ import typer
 
 from jspec.cli import interrupts
 from jspec.cli import options as o
+from jspec.cli.batch_prompts import valid_entries
 from jspec.cli.common import (
     UsageError,
     check_texts,
@@ -25,18 +26,15 @@ from jspec.cli.common import (
     template_variables,
 )
 from jspec.cli.engine_args import compile_all, engine_draft_length, silent_engine
-from jspec.cli.model_args import Precision, Sources, is_model, sources
+from jspec.cli.model_args import Precision, Sources, sources
 from jspec.cli.ray_cluster import ray_cluster
-from jspec.cli.read_prompts import conversation
 
 if TYPE_CHECKING:
     from jspec.cluster.batch.job import Decode, Job
-    from jspec.cluster.batch.prompt_files import Entry
     from jspec.cluster.batch.worker import Decoding
+    from jspec.cluster.resources import Resources
     from jspec.core.sampling import SamplingParams
-    from jspec.core.tokenizer import Tokenizer
     from jspec.models.language_model import HasConfig
-    from jspec.text.chat_template import Prompt
 
 EPILOG = """\b
 FILE is in JSON Lines or Parquet. Each row has a "prompt", which is text, or
@@ -93,10 +91,11 @@ def batch(
 ) -> None:
     """Complete all prompts of FILE, and write them with their completions to a folder.
 
-    Each prompt is completed exactly once. If workers fail, others decode their prompts again, with the same result.
+    Each prompt is completed exactly once. If a worker fails, its prompts are decoded again. In float32, the result is
+    the same.
     """
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
-    where = sources(target, draft, plain, tokenizer_source)
+    where = _absolute(sources(target, draft, plain, tokenizer_source))
     draft_length = engine_draft_length(where, num_draft_tokens)
     precision = where.precision(dtype, quantize, draft_quantize, activation_bits)
     variables = template_variables(template or [])
@@ -110,17 +109,27 @@ def batch(
         sampling = _sampling(where, temperature, top_k, top_p, min_p, repetition_penalty)
         decoding = Decoding(max_new_tokens, seed, sampling, tuple(stop), variables or None)
         prompts = open_prompts(file)
-        entries, longest = _valid(prompts.entries(), where, decoding, chat, skip_bad)
-        identity = dataclasses.asdict(decoding) | {"sampling": None} | dataclasses.asdict(sampling)
-        identity |= {"dtype": dtype, "quantize": quantize, "activation_bits": activation_bits, "chat": chat}
-        identity |= {"target": where.target, "tokenizer": tokenizer_source, "jspec": __version__}
-        identity |= {"FILE's SHA-256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        job = Job.open(output, prompts, entries, identity, part_size(len(entries), workers or 1, slots))
-    if not job.missing():
-        return typer.echo(f"{output} is already complete", err=True)
+        entries, longest = valid_entries(prompts.entries(), where, decoding, chat, skip_bad)
+    identity = dataclasses.asdict(decoding) | {"sampling": None} | dataclasses.asdict(sampling)
+    identity |= {"dtype": dtype, "quantize": quantize, "activation_bits": activation_bits, "chat": chat}
+    identity |= {"target": where.target, "tokenizer": where.tokenizer_source, "jspec": __version__}
+    with file.open("rb") as content:
+        identity |= {"FILE's SHA-256": hashlib.file_digest(content, "sha256").hexdigest()}
     options = {"slots": slots, "max_length": longest, "num_draft_tokens": draft_length}
-    with _decoder((where, precision, options), decoding, workers) as decode:
-        _run(job, decode)
+    with _cluster(workers) as resources:
+        identity["device"] = _device(resources)
+        job = Job.open(output, prompts, entries, identity, part_size(entries[-1].prompt_index + 1, workers or 1, slots))
+        if not job.missing():
+            return typer.echo(f"{output} is already complete", err=True)
+        with _decoder((where, precision, options), decoding, workers, resources) as decode:
+            _run(job, decode)
+
+
+def _absolute(where: Sources) -> Sources:
+    """Return `where` with absolute paths, because workers run in other folders."""
+    names = {"target": where.target, "draft": where.draft, "tokenizer_source": where.tokenizer_source}
+    found = {name: str(Path(value).absolute()) for name, value in names.items() if value and Path(value).exists()}
+    return dataclasses.replace(where, **found)
 
 
 def _sampling(where: Sources, *given: Any) -> "SamplingParams":
@@ -131,91 +140,17 @@ def _sampling(where: Sources, *given: Any) -> "SamplingParams":
     return chosen_sampling(cast("HasConfig", model), *given)
 
 
-def _positions(where: Sources) -> int:
-    """Return the longest sequence that target and draft support, in tokens."""
-    import convert
-
-    models = [where.target, where.draft] if is_model(where.draft) and where.head_kind is None else [where.target]
-    return min(convert.read_config(convert.resolve(model)).max_position_embeddings for model in models)
-
-
-def _valid(
-    entries: "Iterable[Entry]", where: Sources, decoding: "Decoding", chat: bool, skip_bad: bool
-) -> "tuple[list[Entry], int]":
-    """Return the valid entries, and the length of the longest sequence in tokens. Name the invalid entries.
-
-    Raises:
-        UsageError: `decoding` has template variables, but no entry is a conversation.
-        ValueError: an entry is invalid and `skip_bad` is false, or no entry is valid.
-    """
-    from jspec.text.chat_template import is_conversation
-
-    tokenizer, positions = where.tokenizer(), _positions(where)
-    valid, longest, num_bad = list["Entry"](), 0, 0
-    for entry in entries:
-        try:
-            entry, length = _checked(entry, tokenizer, decoding, chat, positions)
-        except ValueError as error:
-            num_bad += 1
-            typer.echo(f"{'skipped: ' if skip_bad else ''}{error}", err=True)
-        else:
-            valid.append(entry)
-            longest = max(longest, length)
-    if num_bad and not (valid and skip_bad):
-        advice = "there is nothing left to do." if skip_bad else "correct them, or leave them out with --skip-bad."
-        raise ValueError(f"{num_bad} of {num_bad + len(valid)} prompts are invalid; {advice}")
-    if decoding.template and not any(is_conversation(cast("Prompt", entry.prompt)) for entry in valid):
-        raise UsageError("--template applies only to conversations; add --chat.")
-    return valid, longest
-
-
-def _checked(
-    entry: "Entry", tokenizer: "Tokenizer", decoding: "Decoding", chat: bool, positions: int
-) -> "tuple[Entry, int]":
-    """Return the entry, as a conversation if `chat`, and the length of its longest sequence in tokens.
-
-    Raises:
-        ValueError: the prompt is invalid or too long.
-    """
-    from jspec.text.chat_template import ids_of_prompt
-
-    if isinstance(entry.prompt, ValueError):
-        raise entry.prompt
-    prompt = conversation(entry.prompt, None) if chat else entry.prompt
-    length = len(ids_of_prompt(tokenizer, prompt, entry.place, decoding.template or {}))
-    if length + decoding.max_new_tokens > positions:
-        raise ValueError(
-            f"{entry.place} needs {length} + {decoding.max_new_tokens} tokens, for the prompt and its completion, but "
-            f"the models support only {positions}; shorten it, or pass a smaller --max-new-tokens."
-        )
-    return entry._replace(prompt=prompt), length + decoding.max_new_tokens
-
-
 @contextmanager
-def _decoder(
-    engine_args: tuple[Sources, Precision, dict[str, Any]], decoding: "Decoding", workers: int | None
-) -> "Generator[Decode]":
-    """Yield a function that completes parts, in this process or on Ray.
-
-    Args:
-        engine_args: the arguments of `silent_engine`.
+def _cluster(workers: int | None) -> "Generator[Resources | None]":
+    """Connect to a Ray cluster if there are workers, and yield the resources of each.
 
     Raises:
         UsageError: Ray is not installed, or its cluster does not have the resources.
     """
-    from jspec.cluster.batch.worker import Worker
-
     if workers is None:
-        with status_line() as set_status:
-            set_status("Loading")
-            engine, tokenizer = silent_engine(*engine_args)
-            compile_all(engine, set_status)
-        with closing(Worker(engine, tokenizer, decoding)) as worker:
-            yield worker.decode
+        yield None
         return
     with ray_cluster("--workers"):
-        import_module("ray.data")  # adds the handlers below
-        from jspec.cluster.batch.ray_data import decode_on_ray
         from jspec.cluster.resources import check_resources, default_resources
 
         resources = default_resources()
@@ -223,11 +158,48 @@ def _decoder(
             check_resources(workers, resources)
         except ValueError as error:
             raise UsageError(f"--workers: {error}") from error
-        for handler in logging.getLogger("ray.data").handlers:
-            if handler.name == "console":
-                handler.setLevel(logging.CRITICAL)  # the command has its own progress bar and error messages
-        make_engine = functools.partial(silent_engine, *engine_args)
-        yield functools.partial(decode_on_ray, make_engine, decoding, workers, resources)
+        yield resources
+
+
+def _device(resources: "Resources | None") -> str:
+    """Return the kind of device that decodes, because the default dtype depends on it."""
+    import jax
+
+    if resources is None:
+        return jax.default_backend()
+    return "gpu" if resources.gpus else "tpu" if resources.tpus else "cpu"
+
+
+@contextmanager
+def _decoder(
+    engine_args: tuple[Sources, Precision, dict[str, Any]],
+    decoding: "Decoding",
+    workers: int | None,
+    resources: "Resources | None",
+) -> "Generator[Decode]":
+    """Yield a function that completes parts, in this process or on Ray.
+
+    Args:
+        engine_args: the arguments of `silent_engine`.
+    """
+    from jspec.cluster.batch.worker import Worker
+
+    if workers is None or resources is None:
+        with status_line() as set_status:
+            set_status("Loading")
+            engine, tokenizer = silent_engine(*engine_args)
+            compile_all(engine, set_status)
+        with closing(Worker(engine, tokenizer, decoding)) as worker:
+            yield worker.decode
+        return
+    import_module("ray.data")  # adds the handlers below
+    from jspec.cluster.batch.ray_data import decode_on_ray
+
+    for handler in logging.getLogger("ray.data").handlers:
+        if handler.name == "console":
+            handler.setLevel(logging.CRITICAL)  # the command has its own progress bar and error messages
+    make_engine = functools.partial(silent_engine, *engine_args)
+    yield functools.partial(decode_on_ray, make_engine, decoding, workers, resources)
 
 
 def _run(job: "Job", decode: "Decode") -> None:
@@ -235,7 +207,10 @@ def _run(job: "Job", decode: "Decode") -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    total, missing = sum(len(part.prompts) for part in job.parts), sum(len(part.prompts) for part in job.missing())
+    total, missing = (
+        sum(len(part.prompts) for part in job.parts.values()),
+        sum(len(part.prompts) for part in job.missing()),
+    )
     columns = TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     began, num_tokens = time.perf_counter(), 0
     advice = "Run the same command again to continue."

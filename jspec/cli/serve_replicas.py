@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import typer
 
@@ -14,9 +14,6 @@ from jspec.cli.common import UsageError, status_line, wrong_options
 from jspec.cli.engine_args import silent_engine
 from jspec.cli.model_args import Precision, Sources
 from jspec.cli.ray_cluster import ray_cluster
-
-if TYPE_CHECKING:
-    pass
 
 _APP = "jspec"  # the name of the Ray Serve application
 _DRAIN = 600  # seconds for running requests after a signal, as in a server without replicas

@@ -1,7 +1,9 @@
 """Decoding on more than one device or machine, with Ray."""
 
 from jspec.cluster.batch.ray_data import complete
+from jspec.cluster.mesh.checkpoints import load_on_mesh
+from jspec.cluster.mesh.processes import join
 from jspec.cluster.resources import Resources
 from jspec.cluster.serve.app import app
 
-__all__ = ["Resources", "app", "complete"]
+__all__ = ["Resources", "app", "complete", "join", "load_on_mesh"]

@@ -4,7 +4,7 @@ import dataclasses
 from importlib.util import find_spec
 from typing import Any, cast
 
-_NEEDED = "ray", "fastapi", "uvicorn", "starlette"
+_NEEDED = "ray", "fastapi", "uvicorn", "starlette", "pandas", "pyarrow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Resources:
 
 
 def require_ray() -> None:
-    """Check that Ray is installed, with Ray Serve.
+    """Check that Ray is installed, with Ray Serve and Ray Data.
 
     Raises:
         ModuleNotFoundError: it is not installed.

@@ -8,7 +8,7 @@ gather is divided, and that a loop's initial values may vary. This module makes 
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -139,17 +139,60 @@ def place(name: str, array: np.ndarray, sharding: Placement) -> Array:
     """Return the array named `name`, placed by `sharding`. No device receives more than its own part.
 
     Raises:
+        TypeError, ValueError: as in `sharding_of`.
+    """
+    return place_parts(name, array.shape, array.__getitem__, sharding)
+
+
+def place_parts(
+    name: str, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], np.ndarray], sharding: Placement
+) -> Array:
+    """Return an array, placed by `sharding`. Read only the parts that this process's devices hold.
+
+    Args:
+        name: the array's name.
+        shape: the shape of the whole array.
+        read: a function that returns the values at an index, which has one slice for each axis.
+
+    Raises:
+        TypeError, ValueError: as in `sharding_of`.
+    """
+    where = sharding_of(name, shape, sharding)
+    known: dict[str, np.ndarray] = {}  # devices may hold the same part
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        if str(index) not in known:
+            known[str(index)] = np.ascontiguousarray(read(index))
+        return known[str(index)]
+
+    return jax.make_array_from_callback(shape, where, part)
+
+
+def sharding_of(name: str, shape: tuple[int, ...], sharding: Placement) -> Sharding:
+    """Return the sharding of the array named `name`.
+
+    Raises:
         TypeError: the function returned a value that is not a sharding.
         ValueError: the sharding cannot divide the array evenly.
     """
-    where = sharding if isinstance(sharding, Sharding) else cast("object", sharding(name, array.shape))
+    where = sharding if isinstance(sharding, Sharding) else cast("object", sharding(name, shape))
     if not isinstance(where, Sharding):
         raise TypeError(f"sharding must return a jax.sharding.Sharding for every weight; got {where!r} for {name}.")
     try:
-        where.shard_shape(array.shape)
+        where.shard_shape(shape)
     except (ValueError, IndexError) as error:
         raise ValueError(
-            f"{name} has shape {array.shape}, which {where} cannot divide evenly; "
+            f"{name} has shape {shape}, which {where} cannot divide evenly; "
             "use another sharding, or a mesh of another size."
         ) from error
-    return jax.make_array_from_callback(array.shape, where, lambda part: np.ascontiguousarray(array[part]))
+    return where
+
+
+def transposed(where: Sharding, ndim: int) -> Sharding:
+    """Return the sharding of a transposed array. One that has no such form is replicated on the same devices."""
+    if isinstance(where, NamedSharding):
+        spec = (*where.spec, *[None] * (ndim - len(where.spec)))
+        return NamedSharding(where.mesh, PartitionSpec(*reversed(spec)))
+    devices = sorted(cast("set[Any]", where.device_set), key=lambda device: device.id)
+    return NamedSharding(Mesh(devices, ("all",)), PartitionSpec())

@@ -253,12 +253,22 @@ def prepare(
             f"tokenizer is of type {type(tokenizer).__name__}; pass one from jspec.pretrained, "
             "jspec.text.load_tokenizer or transformers."
         )
-    several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
-    if not all(isinstance(one, str) and one for one in several):
-        raise ValueError(f"stop is {stop!r}; expected non-empty strings, because each string ends the output.")
+    several = check_stop(stop)
     special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
     strings = tuple(one for one in several if one not in special)
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
+
+
+def check_stop(stop: str | Sequence[str]) -> list[str]:
+    """Return the stop strings.
+
+    Raises:
+        ValueError: `stop` is neither a string nor several, or a string is empty.
+    """
+    several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
+    if not all(isinstance(one, str) and one for one in several):
+        raise ValueError(f"stop is {stop!r}; expected non-empty strings, because each string ends the output.")
+    return several
 
 
 def draft_length_of(draft: DraftSource, num_draft_tokens: int | str | DraftLength | None) -> int | str | DraftLength:

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from convert import dtypes
 from convert.blocks import StoredParts
 from convert.config import LlamaConfig
-from convert.loading import stream, stream_packed
+from convert.loading import stream, stream_packed, stream_parts
 from convert.saving import save_new
 from convert.source import resolve
+from convert.stored_array import StoredArray
 from jspec.core.devices import is_before_ampere
-from jspec.core.sharding import Placement, check_placement, place
+from jspec.core.sharding import Placement, check_placement, place, place_parts, sharding_of, transposed
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
@@ -27,6 +29,7 @@ from jspec.models.matrix_parts import widen
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix, widths_of
 
+_Arrays: TypeAlias = Iterable[tuple[str, ArrayLike | StoredParts | StoredArray]]
 _Leaves: TypeAlias = Iterable[tuple[tuple[str | int, ...], nnx.Param[Array]]]  # each with its path
 
 
@@ -82,7 +85,7 @@ def load(
         raise ValueError(f"activation_bits is {activation_bits!r}; expected 8, 16 or 24.")
     packed = True if packed is None and activation_bits < 24 else packed
     is_packed = _is_packed(packed, dtype, sharding)
-    config, _, arrays = stream_packed(source, dtype) if is_packed else stream(source, dtype, None)
+    config, arrays = _stream(source, dtype, is_packed, sharding)
     if quantize is None:
         model = from_arrays(config, arrays, dtype, sharding, activation_bits)
     else:
@@ -96,6 +99,21 @@ def load(
     if dtype == jnp.float16:
         check_fits_float16(model)
     return model
+
+
+def _stream(
+    source: str | Path, dtype: jnp.dtype, is_packed: bool, sharding: Placement | None
+) -> tuple[LlamaConfig, _Arrays]:
+    """Return the configuration, and an iterator over the arrays. If `sharding` is given, they have yet to be read."""
+    if sharding is None:
+        config, _, arrays = stream_packed(source, dtype) if is_packed else stream(source, dtype, None)
+        return config, arrays
+
+    def stored(name: str, shape: tuple[int, ...]) -> Sharding:
+        return transposed(sharding_of(name, shape[::-1], sharding), len(shape))
+
+    config, _, parts = stream_parts(source, dtype, stored)
+    return config, parts
 
 
 def _is_packed(packed: bool | None, dtype: jnp.dtype, sharding: Placement | None) -> bool:
@@ -132,7 +150,7 @@ def as_stored(arrays: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.
 
 def from_arrays(
     config: LlamaConfig,
-    arrays: Iterable[tuple[str, ArrayLike | StoredParts]],
+    arrays: _Arrays,
     dtype: jnp.dtype,
     sharding: Placement | None = None,
     activation_bits: int = 24,
@@ -172,9 +190,17 @@ def _parts(stored: StoredParts, activation_bits: int) -> list[PackedMatrix]:
     return [PackedMatrix(jax.device_put(part.tiles), part.format, part.shape, activation_bits) for part in stored]
 
 
-def _placed(name: str, array: ArrayLike, dtype: jnp.dtype, sharding: Placement | None) -> Array:
+def _placed(name: str, array: ArrayLike | StoredArray, dtype: jnp.dtype, sharding: Placement | None) -> Array:
     """Return `array` on its devices, transposed."""
-    return jnp.asarray(array, dtype).T if sharding is None else place(name, np.asarray(array, dtype).T, sharding)
+    if isinstance(array, StoredArray):
+        assert sharding is not None and array.dtype == dtype
+        return place_parts(name, array.shape[::-1], lambda index: array.read(index[::-1]).T, sharding)
+    if sharding is None:
+        return jnp.asarray(array, dtype).T
+    where = sharding_of(name, np.shape(array)[::-1], sharding)
+    if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # it is in its place already
+        return cast(Array, jax.jit(jnp.transpose, out_shardings=where)(array.astype(dtype)))
+    return place(name, np.asarray(array, dtype).T, sharding)
 
 
 def _stay_packed(parts: list[PackedMatrix]) -> bool:

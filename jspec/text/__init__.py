@@ -23,6 +23,7 @@ from jspec.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from jax import Array
+    from numpy.typing import ArrayLike
 
 # The default prompts of `jspec tune`: openings of code, which the bundled models and many others can continue.
 EXAMPLE_PROMPTS = [
@@ -157,11 +158,19 @@ def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
     Raises:
         ValueError: the seed is not an unsigned 32-bit int.
     """
+    return keys_of_requests(seed, first + np.arange(batch))
+
+
+def keys_of_requests(seed: int, numbers_of_requests: "ArrayLike") -> "Array":
+    """Return the typed keys of the requests with these numbers, which are from 0 to 2**32 - 1.
+
+    Raises:
+        ValueError: the seed is not an unsigned 32-bit int.
+    """
     import jax
 
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
     # Always use this implementation, whatever JAX's default is, so that the same seed produces the same text.
-    return jax.vmap(jax.random.fold_in, (None, 0))(
-        jax.random.key(int(seed), impl="threefry2x32"), first + np.arange(batch)
-    )
+    key = jax.random.key(int(seed), impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, np.asarray(numbers_of_requests, np.uint32))

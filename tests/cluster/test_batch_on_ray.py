@@ -27,12 +27,12 @@ _WORKER = "PartWorker"  # in the title of every worker process
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Start a Ray cluster with two cores in this process, and yield its address."""
+    """Start a Ray cluster with three cores in this process, and yield its address."""
     ray = pytest.importorskip("ray")
     os.environ |= FAST
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "os.fork")  # the child only starts another program
-        context = ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        context = ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
     yield context.address_info["address"]
     ray.shutdown()
 
@@ -45,14 +45,14 @@ def done(sources):
 
 
 def workers(known=()):
-    """Return the processes of the workers of `jspec batch` that are not `known`."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "status"])
-        if _WORKER in " ".join(process.info["cmdline"] or ())
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-        and process not in known
-    ]
+    """Return the processes of the workers that this process or its children started and that are not `known`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            is_worker = _WORKER in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
+            if is_worker and process not in known:
+                found.append(process)
+    return found
 
 
 @contextlib.contextmanager
@@ -98,13 +98,14 @@ def test_killed_workers_change_nothing(cluster, sources, done, tmp_path, report)
     report(killed=[first[0].pid, second[0].pid], tokens=sum(len(one.tokens) for one in done))
 
 
-def test_dataset_rows_get_their_completions(cluster, sources, done):
+def test_dataset_rows_get_their_completions(cluster, sources, done, tmp_path):
     """The completions depend on the index column, not on the order of the rows."""
     import ray
 
     order = sorted(range(len(PROMPTS)), key=lambda i: i * 7 % 48)
     rows = [{"prompt": PROMPTS[i], "number": i, "x": [i, i + 1]} for i in order]
-    dataset = ray.data.from_items(rows, override_num_blocks=5)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = ray.data.read_json(str(tmp_path / "rows.jsonl"), override_num_blocks=5)  # reading needs a core, too
     options = {"slots": 2, "max_length": 128, "num_draft_tokens": 2, "max_waiting": 4}
     found = jspec.cluster.complete(
         dataset, *map(str, sources), index="number", seed=7, max_new_tokens=NEW, workers=2, **options
@@ -122,23 +123,40 @@ def test_wrong_datasets_and_clusters_are_refused(cluster, sources):
     import ray
 
     complete = functools.partial(jspec.cluster.complete, ray.data.from_items([{"prompt": "a", "x": 1}]))
-    with pytest.raises(ValueError, match=r"^dataset has the columns prompt, x; expected 'number', and 'prompt' or"):
+    with pytest.raises(ValueError, match=r"^dataset has the columns prompt, x; expected 'number', because index names"):
         complete(str(sources[0]), index="number")
     with pytest.raises(TypeError, match=r"^target is of type Llama; pass the path"):
         complete(jspec.load(sources[0]), index="x")
-    with pytest.raises(ValueError, match=r"^The Ray cluster has 2 CPUs, but 3 x 1 are needed; use fewer"):
-        complete(str(sources[0]), index="x", workers=3)
+    with pytest.raises(ValueError, match=r"^The Ray cluster has 3 CPUs, but 1 x 4 are needed; use fewer"):
+        complete(str(sources[0]), index="x", workers=3)  # none would be left for reading
     with pytest.raises(ValueError, match=r"^The Ray cluster has 0 GPUs, but 1 x 1 are needed; use fewer"):
         complete(str(sources[0]), index="x", resources=Resources(gpus=1))
+    with pytest.raises(ValueError, match=r"^stop is \('',\); expected non-empty strings"):
+        complete(str(sources[0]), index="x", stop="")
+    with pytest.raises(ValueError, match=r"^seed must be an int from 0"):
+        complete(str(sources[0]), index="x", seed=-1)
+    other = ray.data.from_items([{"prompt": "a", "prompt_index": 1}])
+    with pytest.raises(ValueError, match=r"^dataset has a column 'prompt_index', which the output uses; rename it"):
+        jspec.cluster.complete(other, str(sources[0]), index="prompt_index")
+
+
+def test_worker_that_always_dies_ends_the_job(cluster, sources):
+    """Neither a start nor a prompt that kills every worker is repeated for ever."""
+    import ray
+
+    dataset = ray.data.from_items([{"prompt": "a", "x": 1}])
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with pytest.raises(ray.exceptions.RayError, match="died"):
+        jspec.cluster.complete(dataset, str(sources[0]), lambda _: os._exit(1), index="x").take_all()
 
 
 def test_errors_are_one_sentence(cluster, sources, tmp_path):
     """A job that the cluster cannot run fails before it starts. An error in the workers ends the job."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "in"}')
     options = "--plain", "-n", 16, "--workers"
-    with job(sources, tmp_path / "prompts.jsonl", cluster, *options, 3) as process:
+    with job(sources, tmp_path / "prompts.jsonl", cluster, *options, 4) as process:
         error = process.communicate(timeout=120)[1]
-    assert process.returncode == 2 and error.startswith("jspec: --workers: The Ray cluster has 2 CPUs, but 3 x 1")
+    assert process.returncode == 2 and error.startswith("jspec: --workers: The Ray cluster has 3 CPUs, but 4 x 1")
     with job(sources, tmp_path / "prompts.jsonl", cluster, *options, 1, "--slots", 10**9) as process:
         error = process.communicate(timeout=120)[1]
     ours = [line for line in error.splitlines() if "core_worker" not in line and line]  # Ray's C++ code logs a warning

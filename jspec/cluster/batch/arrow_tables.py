@@ -16,8 +16,7 @@ def read_parquet(path: Path) -> Table:
     """Return the table in `path`.
 
     Raises:
-        ValueError: pyarrow is not installed, or the file is not a Parquet file.
-        OSError: the file cannot be read.
+        ValueError: pyarrow is not installed, or cannot read the file.
     """
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path} is a Parquet file, which needs pyarrow; run pip install pyarrow.")
@@ -25,8 +24,8 @@ def read_parquet(path: Path) -> Table:
     parquet: Any = import_module("pyarrow.parquet")
     try:
         return parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a Parquet file: {error}") from error
 
 
 def parquet_bytes(table: Table) -> bytes:
@@ -48,6 +47,35 @@ def prompt_columns(table: Table) -> list[dict[str, Any]]:
         if isinstance(messages := row.get("messages"), list):  # in a column, all messages have the same fields
             row["messages"] = [_without_nulls(message) for message in cast(list[Any], messages)]
     return rows
+
+
+def rows_at(table: Table, indices: Sequence[int]) -> Table:
+    """Return the rows at `indices`, which are in ascending order."""
+    first, last = indices[0], indices[-1]
+    rows = table.slice(first, last + 1 - first)
+    if len(rows) == len(indices):
+        return rows
+    pyarrow: Any = import_module("pyarrow")
+    wanted = set(indices)
+    return rows.filter(pyarrow.array([i in wanted for i in range(first, last + 1)]))
+
+
+def check_indices(column: Table, name: str) -> list[int]:
+    """Return the values of the column `name`, which number the rows of a dataset.
+
+    Raises:
+        ValueError: they are not different integers from 0 to 2**32 - 1.
+    """
+    pyarrow: Any = import_module("pyarrow")
+    values = cast(list[Any], column.to_pylist())
+    if not pyarrow.types.is_integer(column.type):
+        raise ValueError(f"The column {name!r} is of type {column.type}; expected integers.")
+    if wrong := [value for value in values if value is None or not 0 <= value < 2**32]:
+        raise ValueError(f"The column {name!r} has the value {wrong[0]}; expected integers from 0 to 2**32 - 1.")
+    if len({*values}) < len(values):
+        twice = next(value for value in values if values.count(value) > 1)
+        raise ValueError(f"The column {name!r} has the value {twice} more than once; expected different numbers.")
+    return values
 
 
 def with_completions(table: Table, completed: Sequence[Completed]) -> Table:

@@ -1,18 +1,23 @@
-"""A batch job's output folder: which prompts belong to which file, and which files are complete."""
+"""A batch job's output folder: the parts of the job, and which of them are complete."""
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jspec.cluster.batch.completed import Completed
 from jspec.cluster.batch.prompt_files import Entry, PromptFile
 from jspec.text.chat_template import Prompt
 
 _FILE = "job.json"
-_MOST_ROWS = 256  # in a part: enough that the last requests of a part, which leave slots idle, cost little
+_MOST_ROWS = (
+    256  # in a part, if there are few slots: enough that the slots that its last requests leave idle cost little
+)
+_ROWS_PER_SLOT = 4  # in a part, if there are many slots
 _PARTS_PER_WORKER = 4
 
 
@@ -36,7 +41,7 @@ class Job:
 
     folder: Path
     file: PromptFile
-    parts: list[Part]
+    parts: dict[int, Part]
 
     @classmethod
     def open(
@@ -45,24 +50,23 @@ class Job:
         """Return the job in `folder`. Create the folder if it does not exist.
 
         Args:
-            identity: everything that determines the output, as JSON.
-            new_size: the number of prompts in each part of a new job, from `part_size`.
+            entries: the valid entries of the file.
+            identity: everything else that determines the output, as JSON.
+            new_size: the number of rows for each part of a new job, from `part_size`.
 
         Raises:
             ValueError: the folder belongs to a job with another identity, or contains other files.
-            OSError: the folder cannot be created or read.
+            OSError: the folder cannot be created, read or written.
         """
-        size = _known_or_new_size(folder, json.loads(json.dumps(dict(identity))), new_size)
-        groups = [entries[i : i + size] for i in range(0, len(entries), size)]
-        parts = [
-            Part(i, [entry.prompt_index for entry in group], [_prompt(entry) for entry in group])
-            for i, group in enumerate(groups)
-        ]
-        return cls(folder, file, parts)
+        indices = [entry.prompt_index for entry in entries]
+        known = dict(identity) | {"valid prompts": hashlib.sha256(json.dumps(indices).encode()).hexdigest()}
+        size = _known_or_new_size(folder, json.loads(json.dumps(known)), new_size)
+        groups = itertools.groupby(entries, lambda entry: entry.prompt_index // size)
+        return cls(folder, file, {number: _part(number, [*group]) for number, group in groups})
 
     def missing(self) -> list[Part]:
         """Return the parts whose files do not exist yet."""
-        return [part for part in self.parts if not self._path(part.number).exists()]
+        return [part for part in self.parts.values() if not self._path(part.number).exists()]
 
     def run(self, decode: Decode, report: Callable[[int, int], None]) -> None:
         """Decode the missing parts, and write their files.
@@ -75,14 +79,7 @@ class Job:
             OSError: a file cannot be written, for example because the disk is full.
         """
         for number, completed in decode(self.missing()):
-            path = self._path(number)
-            content = self.file.part(self.parts[number].indices, completed)
-            try:
-                _write(path, content)
-            except OSError as error:
-                raise OSError(
-                    f"{path} cannot be written ({error.strerror}); make room, and run the command again to continue."
-                ) from error
+            _write(self._path(number), self.file.part(self.parts[number].indices, completed))
             report(len(completed), sum(len(one["generated_tokens"]) for one in completed))
 
     def _path(self, number: int) -> Path:
@@ -90,24 +87,25 @@ class Job:
 
 
 def part_size(num_prompts: int, workers: int, slots: int) -> int:
-    """Return the number of prompts in each part, so that all workers, each with this number of slots, have work."""
-    return min(_MOST_ROWS, max(slots, -(-num_prompts // (_PARTS_PER_WORKER * workers))))
+    """Return the number of rows for each part, so that all workers, each with this number of slots, have work."""
+    each = -(-num_prompts // (_PARTS_PER_WORKER * workers))
+    return min(max(_MOST_ROWS, _ROWS_PER_SLOT * slots), max(slots, each))
 
 
 def _known_or_new_size(folder: Path, identity: dict[str, Any], new_size: int) -> int:
-    """Return the number of prompts in each part of the job in `folder`. In a new folder, write `new_size`."""
+    """Return the number of rows for each part of the job in `folder`. In a new folder, write `new_size`."""
     path = folder / _FILE
     if path.exists():
         return _known_size(path, identity)
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    if any(not file.name.startswith(".") for file in folder.iterdir()):
         raise ValueError(f"{folder} contains files, but no job; pass another --output, or an empty folder.")
     _write(path, json.dumps({"part_size": new_size, "job": identity}, indent=1).encode())
     return new_size
 
 
 def _known_size(path: Path, identity: dict[str, Any]) -> int:
-    """Return the number of prompts in each part of the job in `path`.
+    """Return the number of rows for each part of the job in `path`.
 
     Raises:
         ValueError: the job has another identity.
@@ -126,20 +124,25 @@ def _known_size(path: Path, identity: dict[str, Any]) -> int:
     return size
 
 
-def _prompt(entry: Entry) -> Prompt:
-    assert not isinstance(entry.prompt, ValueError)  # the caller has left out such entries
-    return entry.prompt
+def _part(number: int, entries: Sequence[Entry]) -> Part:
+    return Part(number, [entry.prompt_index for entry in entries], [cast(Prompt, entry.prompt) for entry in entries])
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file that exists only when it is complete."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    """Write a file that exists only when it is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with unfinished.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError:
+    except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise
+        raise OSError(
+            f"{path} cannot be written ({error.strerror}); make room, and run the command again to continue."
+        ) from error

@@ -1,16 +1,18 @@
 """Files of prompts, in JSON Lines or Parquet, and the files that repeat their rows with the completions."""
 
+import codecs
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-from jspec.cluster.batch.arrow_tables import parquet_bytes, prompt_columns, read_parquet, with_completions
+from jspec.cluster.batch.arrow_tables import parquet_bytes, prompt_columns, read_parquet, rows_at, with_completions
 from jspec.cluster.batch.completed import COLUMNS, Completed
 from jspec.text.chat_template import Message, Prompt, check_conversation
 from jspec.text.json_lines import parse_object
 
-_EXPECTED = 'expected either "prompt", a text, or "messages", a list of messages'
+_PROMPT, _MESSAGES = "prompt", "messages"
 
 
 class Entry(NamedTuple):
@@ -19,7 +21,7 @@ class Entry(NamedTuple):
     Attributes:
         prompt_index: the number of prompts before it.
         place: the line or row, for error messages.
-        prompt: the prompt, or a sentence that says why there is none.
+        prompt: the prompt, or the reason why there is none.
     """
 
     prompt_index: int
@@ -41,7 +43,7 @@ class PromptFile(Protocol):
         ...
 
     def part(self, indices: Sequence[int], completed: Sequence[Completed]) -> bytes:
-        """Return a file with the rows at `indices`, each with its completion in additional columns."""
+        """Return a file with the rows at `indices`, in ascending order, each with its completion."""
         ...
 
 
@@ -51,24 +53,25 @@ class JsonLinesFile:
     suffix = ".jsonl"
 
     def __init__(self, path: Path):
-        numbered = enumerate(path.read_bytes().split(b"\n"), 1)
-        self._lines = [(f"{path}, line {number}", line) for number, line in numbered if line.strip()]
+        numbered = enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1)
+        self._lines = [(f"{path}, line {number}", line.strip()) for number, line in numbered if line.strip()]
 
     def entries(self) -> Iterator[Entry]:
         """Yield the prompts in order."""
         for index, (place, line) in enumerate(self._lines):
             try:
-                prompt = _prompt(parse_object(line, place), place)
+                columns = parse_object(line, place)
+                check_columns(columns, place)
+                prompt = prompt_of(columns, place)
             except ValueError as error:
                 prompt = error
             yield Entry(index, place, prompt)
 
     def part(self, indices: Sequence[int], completed: Sequence[Completed]) -> bytes:
-        """Return the lines at `indices`, with completions."""
-        objects = (parse_object(line, place) for place, line in (self._lines[i] for i in indices))
-        pairs = zip(objects, completed, strict=True)
-        lines = [json.dumps({**columns, **one}, ensure_ascii=False, allow_nan=False) for columns, one in pairs]
-        return "".join(f"{line}\n" for line in lines).encode()
+        """Return the lines at `indices`, with completions. The bytes of each line are repeated as they are."""
+        lines = (self._lines[i][1].removesuffix(b"}").rstrip() for i in indices)
+        added = (json.dumps(one, ensure_ascii=False).removeprefix("{").encode() for one in completed)
+        return b"".join(b"%s, %s\n" % pair for pair in zip(lines, added, strict=True))
 
 
 class ParquetFile:
@@ -78,28 +81,29 @@ class ParquetFile:
 
     def __init__(self, path: Path):
         self._table, self._path = read_parquet(path), path
+        check_columns(self._table.column_names, str(path))
 
     def entries(self) -> Iterator[Entry]:
         """Yield the prompts in order."""
-        nothing = dict.fromkeys(self._table.column_names)
         for index, row in enumerate(prompt_columns(self._table)):
             place = f"{self._path}, row {index + 1}"
             try:
-                prompt = _prompt(nothing | row, place)
+                prompt = prompt_of(row, place)
             except ValueError as error:
                 prompt = error
             yield Entry(index, place, prompt)
 
     def part(self, indices: Sequence[int], completed: Sequence[Completed]) -> bytes:
         """Return the rows at `indices`, with completions."""
-        return parquet_bytes(with_completions(self._table.take(list(indices)), completed))
+        return parquet_bytes(with_completions(rows_at(self._table, indices), completed))
 
 
 def open_prompts(path: Path) -> PromptFile:
     """Return the file at `path`, by its suffix.
 
     Raises:
-        ValueError: the suffix is neither .jsonl nor .parquet; the file has no prompts, or is not what its suffix says.
+        ValueError: the suffix is neither .jsonl nor .parquet; the file has no rows; or it is not what its suffix says,
+            or has the wrong columns.
         OSError: the file cannot be read.
     """
     kinds: dict[str, type[JsonLinesFile | ParquetFile]] = {".jsonl": JsonLinesFile, ".parquet": ParquetFile}
@@ -111,19 +115,29 @@ def open_prompts(path: Path) -> PromptFile:
     return file
 
 
-def _prompt(columns: Mapping[str, Any], place: str) -> Prompt:
+def check_columns(names: Sequence[str] | Mapping[str, object], place: str) -> None:
+    """Check the names of a row's or a table's columns.
+
+    Raises:
+        ValueError: there is no prompt, or a column has the name of one that the output adds.
+    """
+    if taken := [name for name in COLUMNS if name in names]:
+        raise ValueError(f"{place} has a column {taken[0]!r}, which the output uses; rename it.")
+    if _PROMPT not in names and _MESSAGES not in names:
+        raise ValueError(f"{place} has the columns {', '.join(names) or 'none'}; expected 'prompt' or 'messages'.")
+
+
+def prompt_of(columns: Mapping[str, Any], place: str) -> Prompt:
     """Return the prompt in a row.
 
     Raises:
-        ValueError: there is not exactly one prompt, the conversation is invalid, or a column has the name of one of
-            the output.
+        ValueError: the row does not have exactly one prompt, or the conversation is invalid.
     """
-    if taken := [name for name in COLUMNS if name in columns]:
-        raise ValueError(f"{place} has a column {taken[0]!r}, which the output uses; rename it.")
-    text, messages = columns.get("prompt"), columns.get("messages")
+    text, messages = columns.get(_PROMPT), columns.get(_MESSAGES)
     if isinstance(text, str) and messages is None:
         return text
     if isinstance(messages, list) and text is None:
         check_conversation(conversation := cast(Sequence[Message], messages), place)
         return conversation
-    raise ValueError(f"{place} has the columns {', '.join(columns) or 'none'}; {_EXPECTED}.")
+    found = ", ".join(f"{name} {reprlib.repr(columns[name])}" for name in (_PROMPT, _MESSAGES) if name in columns)
+    raise ValueError(f"{place} has {found}; expected either prompt, a text, or messages, a list of messages.")

@@ -3,12 +3,14 @@
 import functools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jspec.cluster.batch.arrow_tables import Table, prompt_columns, with_completions
+from jspec.cluster.batch.arrow_tables import Table, check_indices, prompt_columns, with_completions
 from jspec.cluster.batch.completed import Completed
 from jspec.cluster.batch.job import Part
+from jspec.cluster.batch.prompt_files import check_columns, prompt_of
 from jspec.cluster.batch.worker import Decoding, Worker
 from jspec.cluster.model_pair import Draft, ModelPair
 from jspec.cluster.resources import Resources, check_resources, default_resources, require_ray
@@ -18,6 +20,10 @@ from jspec.core.tokenizer import Tokenizer
 from jspec.engine import Engine
 
 _ROWS = 256  # in one call of a dataset's worker
+_CPUS_FOR_READING = 1  # Ray Data would wait for ever if its workers held all CPUs
+# How often a lost worker starts again, and how often its rows are decoded again. A row may be the reason.
+_RESTARTS, _RETRIES = 8, 3
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit): ")
 
 MakeEngine = Callable[[], tuple[Engine, Tokenizer]]
 
@@ -44,9 +50,10 @@ class RowWorker:
 
     def __call__(self, table: Table) -> Table:
         """Complete the rows of `table`."""
-        indices = cast(list[int], table.column(self._index).to_pylist())
-        prompts = [row.get("messages") or row.get("prompt") for row in prompt_columns(table)]
-        return with_completions(table, self._worker.complete(indices, cast(Any, prompts)))
+        indices = check_indices(table.column(self._index), self._index)
+        rows = zip(prompt_columns(table), indices, strict=True)
+        prompts = [prompt_of(row, f"The row with {self._index} {index}") for row, index in rows]
+        return with_completions(table, self._worker.complete(indices, prompts))
 
 
 def decode_on_ray(
@@ -54,7 +61,7 @@ def decode_on_ray(
 ) -> Iterator[tuple[int, list[Completed]]]:
     """Yield the number and completions of each part, as soon as a worker has completed it.
 
-    If a worker is lost, Ray starts another one, which decodes the same part again, as often as necessary.
+    If a worker is lost, Ray starts it again, and its part is decoded again.
 
     Args:
         make_engine: a function that each worker calls. It returns an engine that is not running, and its tokenizer.
@@ -64,20 +71,18 @@ def decode_on_ray(
         parts: the parts to complete.
 
     Raises:
-        ValueError: the cluster does not have the resources, or a worker raised an error.
+        ValueError: the cluster does not have the resources, a worker raised an error, or it was lost several times.
     """
     import ray
     from ray.data import DataContext
     from ray.exceptions import RayError
 
     check_resources(workers, resources)
-    if not parts:
-        return
     DataContext.get_current().enable_progress_bars = False
     rows = [{"part": json.dumps(part)} for part in parts]
     dataset = cast(Any, ray.data).from_items(rows, override_num_blocks=len(rows))
     options = _options(min(workers, len(parts)), resources, (make_engine, decoding))
-    completed = dataset.map_batches(PartWorker, batch_size=1, **options)
+    completed = _mapped(dataset, PartWorker, batch_size=1, **options)
     try:
         for batch in completed.iter_batches(batch_size=1):
             yield int(batch["number"][0]), json.loads(batch["completed"][0])
@@ -110,9 +115,10 @@ def complete(
     Args:
         dataset: a Ray dataset with a column "prompt" (text) or "messages" (conversations).
         target, draft, dtype, quantize: as in `jspec.cluster.app`.
-        index: the name of a column with a different number from 0 to 2**32 - 1 in each row.
+        index: the name of a column of different integers from 0 to 2**32 - 1. Repeated ones are found only within a
+            batch of 256 rows.
         seed, max_new_tokens, sampling, stop, template: as in `jspec.complete`.
-        workers: the number of processes.
+        workers: the number of processes. At least one CPU of the cluster must remain, for reading the dataset.
         resources: as in `jspec.cluster.app`.
         engine_options: the options of each worker's `jspec.engine.Engine`.
 
@@ -123,32 +129,43 @@ def complete(
     Raises:
         ModuleNotFoundError: Ray is not installed.
         TypeError: `target` is not a string, or `draft` is a model.
-        ValueError: the dataset does not have the column `index`, or has none with prompts; or the connected cluster
-            does not have the resources.
+        ValueError: the dataset does not have the column `index`, has none with prompts, or has one with a name of the
+            new columns; another argument is invalid; or the connected cluster does not have the resources.
     """
     require_ray()
-    names = {*cast(Sequence[str], dataset.columns() or ())}
-    if index not in names or not names & {"prompt", "messages"}:
-        raise ValueError(
-            f"dataset has the columns {', '.join(sorted(names))}; expected {index!r}, and 'prompt' or 'messages'."
-        )
+    columns = cast(Sequence[str], dataset.columns() or ())
+    check_columns(columns, "dataset")
+    if index not in columns:
+        raise ValueError(f"dataset has the columns {', '.join(columns)}; expected {index!r}, because index names it.")
     pair = ModelPair(target, draft, dtype, quantize)
     resources = resources or default_resources()
     check_resources(workers, resources)
+    check_resources(1, Resources(cpus=workers * resources.cpus + _CPUS_FOR_READING))
     make_engine = functools.partial(pair.engine, {"max_length": "auto", **engine_options})
     decoding = Decoding(max_new_tokens, seed, sampling, (stop,) if isinstance(stop, str) else tuple(stop), template)
     options = _options(workers, resources, (make_engine, decoding, index))
-    return dataset.map_batches(RowWorker, batch_size=_ROWS, batch_format="pyarrow", **options)
+    return _mapped(dataset, RowWorker, batch_size=_ROWS, batch_format="pyarrow", **options)
 
 
 def _options(workers: int, resources: Resources, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Return the options of `map_batches`."""
     from ray.data import ActorPoolStrategy
 
-    compute = ActorPoolStrategy(size=workers)
-    return {"compute": compute, "fn_constructor_args": arguments, **resources.actor_options()}
+    compute = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=1)
+    limits = {"max_restarts": _RESTARTS, "max_task_retries": _RETRIES}
+    return {"compute": compute, "fn_constructor_args": arguments, **limits, **resources.actor_options()}
+
+
+def _mapped(dataset: Any, worker: type, **options: Any) -> Any:
+    """Return ``dataset.map_batches(worker, **options)``."""
+    with warnings.catch_warnings():
+        # Ray 2.60 has no other options for the number of restarts, but says that these will go.
+        warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+        return dataset.map_batches(worker, **options)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the last line of an error, which ends with the traceback of the worker, without the class of the error."""
-    return re.sub(r"^[\w.]+: ", "", str(error).strip().splitlines()[-1].strip())
+    """Return the message of an error, which follows the traceback of the worker, as one line."""
+    lines = str(error).strip().splitlines()
+    first = max((i for i, line in enumerate(lines) if _ERROR.match(line.strip())), default=len(lines) - 1)
+    return _ERROR.sub("", " ".join(" ".join(lines[first:]).split()))

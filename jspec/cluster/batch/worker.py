@@ -8,11 +8,13 @@ from jspec.cluster.batch.job import Part
 from jspec.core.detokenizer import pieces
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
+from jspec.core.types import check_count
 from jspec.engine import Engine, Request, Result
-from jspec.generation.complete import Task, prepare, truncate_at_stop
+from jspec.generation.complete import Task, check_stop, prepare, truncate_at_stop
 from jspec.models.sampling_defaults import recommended
-from jspec.text import request_keys
+from jspec.text import keys_of_requests
 from jspec.text.chat_template import Prompt, is_conversation
+from jspec.text.template_variables import check_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Decoding:
         max_new_tokens: the maximum number of new tokens of each prompt.
         seed: the random seed. A prompt's key depends on it and on the prompt's index.
         sampling, stop, template: as in `jspec.complete`.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     max_new_tokens: int
@@ -30,6 +35,12 @@ class Decoding:
     sampling: SamplingParams | None = None
     stop: tuple[str, ...] = ()
     template: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens)
+        keys_of_requests(self.seed, [0])
+        check_stop(self.stop)
+        check_variables("template", self.template)
 
 
 class Worker:
@@ -67,8 +78,8 @@ class Worker:
         task = prepare(self._tokenizer, list(prompts), decoding.stop, template)
         sampling, ends = decoding.sampling or recommended(target), task.ends(target)
         requests = [
-            Request(ids, decoding.max_new_tokens, sampling, request_keys(decoding.seed, 1, index)[0], ends)
-            for index, ids in zip(indices, task.rows, strict=True)
+            Request(ids, decoding.max_new_tokens, sampling, key, ends)
+            for key, ids in zip(keys_of_requests(decoding.seed, indices), task.rows, strict=True)
         ]
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # so that short ones end together
         results = dict(zip(order, self._engine.generate(requests[i] for i in order), strict=True))

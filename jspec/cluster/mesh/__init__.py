@@ -1,0 +1,1 @@
+"""One model over several processes, each with its own devices."""
