@@ -30,7 +30,7 @@ from jspec.cli.model_args import Precision, Sources, sources
 from jspec.cli.ray_cluster import ray_cluster
 
 if TYPE_CHECKING:
-    from jspec.cluster.batch.job import Decode, Job
+    from jspec.cluster.batch.batch_job import Decode, Job
     from jspec.cluster.batch.worker import Decoding
     from jspec.cluster.resources import Resources
     from jspec.core.sampling import SamplingParams
@@ -101,7 +101,7 @@ def batch(
     variables = template_variables(template or [])
     with status_line() as set_status:
         from jspec import __version__
-        from jspec.cluster.batch.job import Job, part_size
+        from jspec.cluster.batch.batch_job import Job, part_size
         from jspec.cluster.batch.prompt_files import open_prompts
         from jspec.cluster.batch.worker import Decoding
 

@@ -7,7 +7,7 @@ import pytest
 
 import jspec
 from jspec.cluster.batch import arrow_tables
-from jspec.cluster.batch.job import part_size
+from jspec.cluster.batch.batch_job import part_size
 from support.disks import small_disk
 from support.servers import tokenizer
 from support.templates import TEMPLATE

@@ -61,7 +61,7 @@ def outcomes(count, case, *folders):
 
 
 @pytest.mark.parametrize(
-    ("count", "case"), [(2, "texts"), (4, "text"), pytest.param(4, "texts", marks=pytest.mark.long)]
+    ("count", "case"), [(2, "texts"), (4, "text"), (4, "texts")]
 )
 def test_several_processes_give_the_output_of_one(pair, count, case, report):
     """Every program, plain and speculative, with float32 and int8 weights, on 2 processes; some on 4."""

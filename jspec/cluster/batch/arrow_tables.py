@@ -9,7 +9,8 @@ from typing import Any, TypeAlias, cast
 
 from jspec.cluster.batch.completed import COLUMNS, Completed
 
-Table: TypeAlias = Any
+Untyped: TypeAlias = Any
+Table: TypeAlias = Untyped
 
 
 def read_parquet(path: Path) -> Table:
@@ -20,8 +21,8 @@ def read_parquet(path: Path) -> Table:
     """
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path} is a Parquet file, which needs pyarrow; run pip install pyarrow.")
-    pyarrow: Any = import_module("pyarrow")
-    parquet: Any = import_module("pyarrow.parquet")
+    pyarrow: Untyped = import_module("pyarrow")
+    parquet: Untyped = import_module("pyarrow.parquet")
     try:
         return parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -30,22 +31,22 @@ def read_parquet(path: Path) -> Table:
 
 def parquet_bytes(table: Table) -> bytes:
     """Return `table` as a Parquet file."""
-    parquet: Any = import_module("pyarrow.parquet")
+    parquet: Untyped = import_module("pyarrow.parquet")
     parquet.write_table(table, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
-def prompt_columns(table: Table) -> list[dict[str, Any]]:
+def prompt_columns(table: Table) -> list[dict[str, object]]:
     """Return the values of the columns "prompt" and "messages" in each row, without absent fields of messages."""
     names = [name for name in ("prompt", "messages") if name in table.column_names]
     rows = (
-        cast(list[dict[str, Any]], table.select(names).to_pylist())
+        cast(list[dict[str, object]], table.select(names).to_pylist())
         if names
-        else [dict[str, Any]() for _ in range(len(table))]
+        else [dict[str, object]() for _ in range(len(table))]
     )
     for row in rows:
         if isinstance(messages := row.get("messages"), list):  # in a column, all messages have the same fields
-            row["messages"] = [_without_nulls(message) for message in cast(list[Any], messages)]
+            row["messages"] = [_without_nulls(message) for message in cast(list[object], messages)]
     return rows
 
 
@@ -55,7 +56,7 @@ def rows_at(table: Table, indices: Sequence[int]) -> Table:
     rows = table.slice(first, last + 1 - first)
     if len(rows) == len(indices):
         return rows
-    pyarrow: Any = import_module("pyarrow")
+    pyarrow: Untyped = import_module("pyarrow")
     wanted = set(indices)
     return rows.filter(pyarrow.array([i in wanted for i in range(first, last + 1)]))
 
@@ -66,8 +67,8 @@ def check_indices(column: Table, name: str) -> list[int]:
     Raises:
         ValueError: they are not different integers from 0 to 2**32 - 1.
     """
-    pyarrow: Any = import_module("pyarrow")
-    values = cast(list[Any], column.to_pylist())
+    pyarrow: Untyped = import_module("pyarrow")
+    values = cast(list[int | None], column.to_pylist())
     if not pyarrow.types.is_integer(column.type):
         raise ValueError(f"The column {name!r} is of type {column.type}; expected integers.")
     if wrong := [value for value in values if value is None or not 0 <= value < 2**32]:
@@ -75,20 +76,20 @@ def check_indices(column: Table, name: str) -> list[int]:
     if len({*values}) < len(values):
         twice = next(value for value in values if values.count(value) > 1)
         raise ValueError(f"The column {name!r} has the value {twice} more than once; expected different numbers.")
-    return values
+    return cast(list[int], values)
 
 
 def with_completions(table: Table, completed: Sequence[Completed]) -> Table:
     """Return `table` with the completions in additional columns."""
-    pyarrow: Any = import_module("pyarrow")
-    types: dict[str, Any] = {"generated_tokens": pyarrow.list_(pyarrow.int32()), "prompt_index": pyarrow.int64()}
+    pyarrow: Untyped = import_module("pyarrow")
+    types: dict[str, Untyped] = {"generated_tokens": pyarrow.list_(pyarrow.int32()), "prompt_index": pyarrow.int64()}
     for name in COLUMNS:
-        values = [cast(dict[str, Any], one)[name] for one in completed]
+        values = [cast(dict[str, object], one)[name] for one in completed]
         table = table.append_column(name, pyarrow.array(values, types.get(name, pyarrow.string())))
     return table
 
 
-def _without_nulls(message: Any) -> Any:
+def _without_nulls(message: object) -> object:
     if not isinstance(message, dict):
         return message
-    return {name: value for name, value in cast(dict[str, Any], message).items() if value is not None}
+    return {name: value for name, value in cast(dict[str, object], message).items() if value is not None}

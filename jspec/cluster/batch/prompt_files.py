@@ -5,7 +5,7 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from jspec.cluster.batch.arrow_tables import parquet_bytes, prompt_columns, read_parquet, rows_at, with_completions
 from jspec.cluster.batch.completed import COLUMNS, Completed
@@ -127,7 +127,7 @@ def check_columns(names: Sequence[str] | Mapping[str, object], place: str) -> No
         raise ValueError(f"{place} has the columns {', '.join(names) or 'none'}; expected 'prompt' or 'messages'.")
 
 
-def prompt_of(columns: Mapping[str, Any], place: str) -> Prompt:
+def prompt_of(columns: Mapping[str, object], place: str) -> Prompt:
     """Return the prompt in a row.
 
     Raises:

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jspec.cluster.batch.arrow_tables import Table, check_indices, prompt_columns, with_completions
+from jspec.cluster.batch.arrow_tables import Table, Untyped, check_indices, prompt_columns, with_completions
+from jspec.cluster.batch.batch_job import Part
 from jspec.cluster.batch.completed import Completed
-from jspec.cluster.batch.job import Part
 from jspec.cluster.batch.prompt_files import check_columns, prompt_of
 from jspec.cluster.batch.worker import Decoding, Worker
 from jspec.cluster.model_pair import Draft, ModelPair
@@ -35,7 +35,7 @@ class PartWorker:
         prepare_environment()
         self._worker = Worker(*make_engine(), decoding)
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, Sequence[str]]) -> dict[str, list[object]]:
         """Complete one part."""
         part = Part(*json.loads(batch["part"][0]))
         return {"number": [part.number], "completed": [json.dumps(self._worker.complete(*part[1:]))]}
@@ -80,7 +80,7 @@ def decode_on_ray(
     check_resources(workers, resources)
     DataContext.get_current().enable_progress_bars = False
     rows = [{"part": json.dumps(part)} for part in parts]
-    dataset = cast(Any, ray.data).from_items(rows, override_num_blocks=len(rows))
+    dataset = cast(Untyped, ray.data).from_items(rows, override_num_blocks=len(rows))
     options = _options(min(workers, len(parts)), resources, (make_engine, decoding))
     completed = _mapped(dataset, PartWorker, batch_size=1, **options)
     try:
@@ -91,7 +91,7 @@ def decode_on_ray(
 
 
 def complete(
-    dataset: Any,
+    dataset: Untyped,
     target: str | None = None,
     draft: Draft = None,
     *,
@@ -106,7 +106,7 @@ def complete(
     dtype: str | None = None,
     quantize: str | None = None,
     **engine_options: Any,
-) -> Any:
+) -> Untyped:
     """Return a Ray dataset with the rows of `dataset` and their completions.
 
     A completion equals that of `jspec.complete` with ``accept="coupled"``. It depends on the seed and on the row's
@@ -147,7 +147,7 @@ def complete(
     return _mapped(dataset, RowWorker, batch_size=_ROWS, batch_format="pyarrow", **options)
 
 
-def _options(workers: int, resources: Resources, arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _options(workers: int, resources: Resources, arguments: tuple[object, ...]) -> dict[str, object]:
     """Return the options of `map_batches`."""
     from ray.data import ActorPoolStrategy
 
@@ -156,7 +156,7 @@ def _options(workers: int, resources: Resources, arguments: tuple[Any, ...]) -> 
     return {"compute": compute, "fn_constructor_args": arguments, **limits, **resources.actor_options()}
 
 
-def _mapped(dataset: Any, worker: type, **options: Any) -> Any:
+def _mapped(dataset: Untyped, worker: type, **options: object) -> Untyped:
     """Return ``dataset.map_batches(worker, **options)``."""
     with warnings.catch_warnings():
         # Ray 2.60 has no other options for the number of restarts, but says that these will go.

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+from jspec.cluster.batch.batch_job import Part
 from jspec.cluster.batch.completed import Completed
-from jspec.cluster.batch.job import Part
 from jspec.core.detokenizer import pieces
 from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from jspec.cluster.batch.completed import Completed
 from jspec.cluster.batch.prompt_files import Entry, PromptFile
@@ -45,7 +45,7 @@ class Job:
 
     @classmethod
     def open(
-        cls, folder: Path, file: PromptFile, entries: Sequence[Entry], identity: Mapping[str, Any], new_size: int
+        cls, folder: Path, file: PromptFile, entries: Sequence[Entry], identity: Mapping[str, object], new_size: int
     ) -> "Job":
         """Return the job in `folder`. Create the folder if it does not exist.
 
@@ -92,7 +92,7 @@ def part_size(num_prompts: int, workers: int, slots: int) -> int:
     return min(max(_MOST_ROWS, _ROWS_PER_SLOT * slots), max(slots, each))
 
 
-def _known_or_new_size(folder: Path, identity: dict[str, Any], new_size: int) -> int:
+def _known_or_new_size(folder: Path, identity: dict[str, object], new_size: int) -> int:
     """Return the number of rows for each part of the job in `folder`. In a new folder, write `new_size`."""
     path = folder / _FILE
     if path.exists():
@@ -104,7 +104,7 @@ def _known_or_new_size(folder: Path, identity: dict[str, Any], new_size: int) ->
     return new_size
 
 
-def _known_size(path: Path, identity: dict[str, Any]) -> int:
+def _known_size(path: Path, identity: dict[str, object]) -> int:
     """Return the number of rows for each part of the job in `path`.
 
     Raises:
