@@ -23,7 +23,7 @@ _SLOTS = 8
 
 
 def run(prompts: int, new_tokens: int, workers: int, kills: int, folder: Path = RESULTS) -> None:
-    """Publish the lines that a job with killed workers loses, repeats or changes, and the speed of both jobs.
+    """Publish how many lines a job with killed workers loses, repeats or changes, and the speed of both jobs.
 
     Args:
         prompts: the number of prompts.
@@ -52,7 +52,7 @@ def run(prompts: int, new_tokens: int, workers: int, kills: int, folder: Path = 
         "prompts/s, one process": prompts / seconds_alone,
     }
     notes = [
-        f"jspec batch on {workers} workers, of which {count} are killed (SIGKILL), and in one process without Ray."
+        f"jspec batch on {workers} workers, with {count} kills (SIGKILL), and in one process without Ray."
         " Times include starting and compiling."
     ]
     draw = plots.columns("prompts", "killed", "lost", "repeated", "differing")
@@ -71,7 +71,7 @@ def _batch(file: Path, output: Path, moments: list[int], *options: object) -> tu
     """Run `jspec batch`. Return the lines of its output, the seconds it took, and the number of killed workers.
 
     Args:
-        moments: after how many completed prompts to kill a worker.
+        moments: the numbers of completed prompts at which to kill a worker.
     """
     command = [sys.executable, "-m", "jspec", "batch", file, "--output", output, *options]
     began, count = time.perf_counter(), 0

@@ -91,7 +91,7 @@ def batch(
     prompts: Annotated[int, typer.Option("--prompts", min=1)] = 20_000,
     new_tokens: NewTokens = 32,
     workers: Annotated[int, typer.Option("--workers", min=1)] = 2,
-    kills: Annotated[int, typer.Option("--kills", min=0, help="How often to kill a worker.")] = 2,
+    kills: Annotated[int, typer.Option("--kills", min=0, help="How many times to kill a worker.")] = 2,
 ) -> None:
     """Compare a batch job whose workers are killed with the same job in one process. Needs Ray."""
     need("ray", 'The batch run needs Ray, which is not installed; run pip install -e ".[ray]"')
@@ -99,6 +99,19 @@ def batch(
     from bench.report import RESULTS
 
     batch.run(prompts, new_tokens, workers, kills, output or RESULTS)
+
+
+@app.command()
+def mesh(
+    output: Output = None,
+    processes: Annotated[list[int], typer.Option("--processes", min=1, help="May be repeated.")] = [1, 2, 4],  # noqa: B006
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Size of the random model; 12 make 1 GB.")] = 12,
+) -> None:
+    """Measure the host memory of processes that load one model together."""
+    from bench import mesh
+    from bench.report import RESULTS
+
+    mesh.run(processes, layers, output or RESULTS)
 
 
 @app.command()

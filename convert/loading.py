@@ -74,11 +74,11 @@ def stream_packed(source: str | Path, dtype: DTypeLike) -> tuple[LlamaConfig, Pa
 def stream_parts(
     source: str | Path, dtype: DTypeLike, sharding: "Callable[[str, tuple[int, ...]], Sharding]"
 ) -> tuple[LlamaConfig, Path, "Iterator[tuple[str, StoredArray | jax.Array]]"]:
-    """Return the same as `stream`, but read only the parts of arrays that this process's devices hold.
+    """Return the config, the local path and the arrays, as `stream` does, but without loading whole arrays.
 
     Args:
-        sharding: a function from an array's name and shape to its sharding, which applies to converted directories.
-            Their arrays are returned as JAX arrays. All others have yet to be read.
+        sharding: a function from an array's name and shape to its sharding. It is used only for converted directories,
+            whose arrays are returned as JAX arrays. Other arrays are returned as `StoredArray`, without being read.
 
     Raises:
         CheckpointError: under the same conditions as `stream`.

@@ -34,7 +34,7 @@ QUANTIZED = {
     "I64": np.dtype(np.int64),
     _FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
 }
-Index: TypeAlias = slice | tuple[slice, slice] | EllipsisType
+Index: TypeAlias = slice | tuple[slice, ...] | EllipsisType
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ def stream_sharded(
     dtype: np.dtype,
     sharding: "Callable[[str, tuple[int, ...]], Sharding]",
 ) -> "Iterator[tuple[str, jax.Array]]":
-    """Yield the (name, array) pairs of a verified directory as JAX arrays. No process reads more than its own parts.
+    """Yield (name, JAX array) pairs from a verified directory. Each process requests only its own parts.
 
     Args:
         sharding: a function from an array's name and shape to its sharding.

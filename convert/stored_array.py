@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from convert import dtypes, keymap
-from convert.safetensors_reader import Tensor, row_chunks
+from convert.safetensors_reader import Float8Tensor, Tensor, row_chunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +14,8 @@ class StoredArray:
     """An array whose values have not been read from its files yet.
 
     Attributes:
-        entry: its name and shape, and the tensors that are concatenated on axis 0.
-        tensors: these tensors.
+        entry: the array's name and shape, and the names of the tensors that are concatenated along axis 0.
+        tensors: the tensors, in the same order.
         dtype: the dtype to which the values are cast.
     """
 
@@ -29,7 +29,7 @@ class StoredArray:
         return self.entry.shape
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the values at `index`, which has one slice for each axis. Read 16 MiB of the files at a time.
+        """Return the values at `index`, which has one slice for each axis. Read the files in chunks of 16 MiB.
 
         Raises:
             CheckpointError: a file has become unreadable since it was scanned, or a value does not fit the dtype.
@@ -37,27 +37,30 @@ class StoredArray:
         (first, last, _), *columns = (part.indices(size) for part, size in zip(index, self.shape, strict=True))
         selected = tuple(slice(start, stop) for start, stop, _ in columns)
         out = np.empty((last - first, *(part.stop - part.start for part in selected)), self.dtype)
-        offset = 0  # of the tensor in the whole array
+        offset = 0  # the tensor's first row in the whole array
         for tensor in self.tensors:
             count = tensor.shape[0]
             begin, end = max(first - offset, 0), min(last - offset, count)
             for rows in row_chunks((max(end - begin, 0), *tensor.shape[1:]), tensor.dtype.itemsize):
-                at = slice(begin + rows.start, begin + rows.stop)
+                source_rows = slice(begin + rows.start, begin + rows.stop)
                 start = offset - first
-                self._copy(tensor, at, selected, out[start + at.start : start + at.stop])
+                self._copy(tensor, source_rows, selected, out[start + source_rows.start : start + source_rows.stop])
             offset += count
         return out
 
     @staticmethod
     def _copy(tensor: Tensor, rows: slice, columns: tuple[slice, ...], out: np.ndarray) -> None:
         with np.errstate(over="ignore"):  # check_cast reports overflow more clearly than a warning does
-            out[...] = tensor.read(rows)[(slice(None), *columns)]
+            if type(tensor) in (Tensor, Float8Tensor):  # others can only read whole rows
+                out[...] = tensor.read_part((rows, *columns) if columns else rows)
+            else:
+                out[...] = tensor.read(rows)[(slice(None), *columns)]
         dtypes.check_cast(out, tensor.dtype, tensor.name)
 
 
 def stored_arrays(
-    found: Mapping[str, Tensor], entries: Iterable[keymap.Entry], dtype: np.dtype
+    tensors: Mapping[str, Tensor], entries: Iterable[keymap.Entry], dtype: np.dtype
 ) -> Iterator[tuple[str, StoredArray]]:
     """Yield (our name, array) pairs, as `convert.from_hf.filled` does, but without reading any values."""
     for entry in entries:
-        yield entry.name, StoredArray(entry, tuple(found[part.hf_name] for part in entry.parts), dtype)
+        yield entry.name, StoredArray(entry, tuple(tensors[part.hf_name] for part in entry.parts), dtype)

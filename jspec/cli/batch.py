@@ -45,9 +45,9 @@ FILE is in JSON Lines or Parquet. Each row has a "prompt", which is text, or
   finish_reason     "eos", "stop" or "length"
 
 \b
-A prompt's text depends only on the target, the options above --draft, and the
-prompt's index. To continue a job that was interrupted, run the same command
-again. --workers, --slots and the draft may differ.
+A completion depends only on the prompt, its index, the kind of device, and the
+options from --target to --stop. To continue an interrupted job, run the same
+command again. --workers, --slots and the draft may differ.
 """
 _File = Annotated[
     Path, typer.Argument(metavar="FILE", help="Prompts, as .jsonl or .parquet.", exists=True, dir_okay=False)
@@ -87,12 +87,12 @@ def batch(
             show_default="decode in this process",
         ),
     ] = None,
-    skip_bad: Annotated[bool, option("--skip-bad", None, "Leave out invalid prompts, and name them.")] = False,
+    skip_bad: Annotated[bool, option("--skip-bad", None, "Report invalid prompts and leave them out.")] = False,
 ) -> None:
     """Complete all prompts of FILE, and write them with their completions to a folder.
 
-    Each prompt is completed exactly once. If a worker fails, its prompts are decoded again. In float32, the result is
-    the same.
+    The output has exactly one completion for each prompt. If a worker fails, its prompts are decoded again. In float32,
+    the result is the same.
     """
     check_texts(stop := stop or [], "--stop", may_be_empty=False)
     where = _absolute(sources(target, draft, plain, tokenizer_source))
@@ -114,7 +114,7 @@ def batch(
     identity |= {"dtype": dtype, "quantize": quantize, "activation_bits": activation_bits, "chat": chat}
     identity |= {"target": where.target, "tokenizer": where.tokenizer_source, "jspec": __version__}
     with file.open("rb") as content:
-        identity |= {"FILE's SHA-256": hashlib.file_digest(content, "sha256").hexdigest()}
+        identity |= {"SHA-256 of FILE": hashlib.file_digest(content, "sha256").hexdigest()}
     options = {"slots": slots, "max_length": longest, "num_draft_tokens": draft_length}
     with _cluster(workers) as resources:
         identity["device"] = _device(resources)
@@ -126,10 +126,10 @@ def batch(
 
 
 def _absolute(where: Sources) -> Sources:
-    """Return `where` with absolute paths, because workers run in other folders."""
+    """Return `where` with absolute paths, because workers have other working directories."""
     names = {"target": where.target, "draft": where.draft, "tokenizer_source": where.tokenizer_source}
-    found = {name: str(Path(value).absolute()) for name, value in names.items() if value and Path(value).exists()}
-    return dataclasses.replace(where, **found)
+    absolute = {name: str(Path(value).absolute()) for name, value in names.items() if value and Path(value).exists()}
+    return dataclasses.replace(where, **absolute)
 
 
 def _sampling(where: Sources, *given: Any) -> "SamplingParams":
@@ -142,7 +142,7 @@ def _sampling(where: Sources, *given: Any) -> "SamplingParams":
 
 @contextmanager
 def _cluster(workers: int | None) -> "Generator[Resources | None]":
-    """Connect to a Ray cluster if there are workers, and yield the resources of each.
+    """Connect to a Ray cluster if there are workers, and yield the resources of each worker, or None.
 
     Raises:
         UsageError: Ray is not installed, or its cluster does not have the resources.
@@ -162,7 +162,7 @@ def _cluster(workers: int | None) -> "Generator[Resources | None]":
 
 
 def _device(resources: "Resources | None") -> str:
-    """Return the kind of device that decodes, because the default dtype depends on it."""
+    """Return the kind of device that decodes. The default dtype depends on it, so it is part of the job's identity."""
     import jax
 
     if resources is None:
@@ -203,7 +203,7 @@ def _decoder(
 
 
 def _run(job: "Job", decode: "Decode") -> None:
-    """Decode the missing parts. Show a progress bar, and print what was done."""
+    """Decode the missing parts. Show a progress bar, and print a summary."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -224,7 +224,7 @@ def _run(job: "Job", decode: "Decode") -> None:
 
         job.run(decode, report)
     seconds = time.perf_counter() - began
-    earlier = f" ({total - missing:,} were complete before)" if missing < total else ""
+    earlier = f" ({total - missing:,} were already complete)" if missing < total else ""
     typer.echo(
         f"{job.folder}: {total:,} prompts in {len(job.parts):,} files{earlier}; {num_tokens:,} new tokens in "
         f"{seconds:,.0f} s",

@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from jspec.core.tokenizer import Tokenizer
     from jspec.text.chat_template import Prompt
 
-_MOST_SHOWN = 100  # invalid prompts
-_LEAST_LENGTH = 64
+_MAX_ERRORS_SHOWN = 100
+_MIN_LENGTH = 64
 
 
 def valid_entries(
     entries: "Iterable[Entry]", where: Sources, decoding: "Decoding", chat: bool, skip_bad: bool
 ) -> "tuple[list[Entry], int]":
-    """Return the valid entries, and a length in tokens that is enough for each of them. Name the invalid entries.
+    """Return the valid entries, and a sequence length that fits all of them.
+
+    Print the error of each invalid entry, but of at most 100 unless `skip_bad` is true.
 
     Args:
         chat: whether to turn text prompts into conversations.
@@ -38,20 +40,20 @@ def valid_entries(
     valid, longest, num_bad = list["Entry"](), 0, 0
     for entry in entries:
         try:
-            entry, length = _checked(entry, tokenizer, decoding, chat, positions)
+            entry, length = _validated(entry, tokenizer, decoding, chat, positions)
         except ValueError as error:
             num_bad += 1
-            if num_bad <= _MOST_SHOWN or skip_bad:
+            if num_bad <= _MAX_ERRORS_SHOWN or skip_bad:
                 typer.echo(f"{'skipped: ' if skip_bad else ''}{error}", err=True)
         else:
             valid.append(entry)
             longest = max(longest, length)
     if num_bad and not (valid and skip_bad):
-        advice = "there is nothing left to do." if skip_bad else "correct them, or leave them out with --skip-bad."
+        advice = "correct at least one of them." if skip_bad else "correct them, or leave them out with --skip-bad."
         raise ValueError(f"{num_bad} of {num_bad + len(valid)} prompts are invalid; {advice}")
     if decoding.template and not any(is_conversation(cast("Prompt", entry.prompt)) for entry in valid):
-        raise UsageError("--template applies only to conversations; add --chat.")
-    return valid, _room(longest, positions, where)
+        raise UsageError("--template applies only to conversations, and FILE has none; add --chat.")
+    return valid, _padded_length(longest, positions, where)
 
 
 def _positions(model: str) -> int:
@@ -61,8 +63,8 @@ def _positions(model: str) -> int:
     return convert.read_config(convert.resolve(model)).max_position_embeddings
 
 
-def _room(longest: int, positions: int, where: Sources) -> int:
-    """Round the longest sequence up, so that other files seldom need other programs.
+def _padded_length(longest: int, positions: int, where: Sources) -> int:
+    """Round up the length of the longest sequence, so that other files usually reuse the compiled programs.
 
     Raises:
         UsageError: the draft model does not support the longest sequence.
@@ -76,10 +78,10 @@ def _room(longest: int, positions: int, where: Sources) -> int:
             f"The longest prompt and its completion need {longest} tokens, but the draft supports only {positions}; "
             "use another --draft, or a smaller --max-new-tokens."
         )
-    return min(bucket(longest, _LEAST_LENGTH), positions)
+    return min(bucket(longest, _MIN_LENGTH), positions)
 
 
-def _checked(
+def _validated(
     entry: "Entry", tokenizer: "Tokenizer", decoding: "Decoding", chat: bool, positions: int
 ) -> "tuple[Entry, int]":
     """Return the entry, as a conversation if `chat`, and the length of its longest sequence in tokens.
@@ -95,7 +97,7 @@ def _checked(
     length = len(ids_of_prompt(tokenizer, prompt, entry.place, decoding.template or {}))
     if length + decoding.max_new_tokens > positions:
         raise ValueError(
-            f"{entry.place} needs {length} + {decoding.max_new_tokens} tokens, for the prompt and its completion, but "
-            f"the target supports only {positions}; shorten it, or pass a smaller --max-new-tokens."
+            f"{entry.place} needs {length} tokens for the prompt and {decoding.max_new_tokens} for its completion, "
+            f"but the target supports only {positions}; shorten the prompt, or pass a smaller --max-new-tokens."
         )
     return entry._replace(prompt=prompt), length + decoding.max_new_tokens

@@ -42,10 +42,10 @@ def engine_of(
 
 
 def silent_engine(where: Sources, precision: Precision, options: Mapping[str, Any]) -> "tuple[Engine, TokenizerFile]":
-    """Return an engine that has not been started, and its tokenizer, without a status line.
+    """Return an engine that has not been started, and the target's tokenizer. Show no status line.
 
     Args:
-        options: the options of `jspec.engine.Engine`, with `num_draft_tokens`, `max_length` and `slots`.
+        options: the options of `jspec.engine.Engine`, including `num_draft_tokens`, `max_length` and `slots`.
     """
     rest = {"max_waiting": 4 * options["slots"], **options}
     draft_length, max_length = rest.pop("num_draft_tokens"), rest.pop("max_length")

@@ -1,4 +1,4 @@
-"""Decoding on more than one device or machine, with Ray."""
+"""Decoding on several devices or machines: replicas and batch jobs on Ray, and models across several processes."""
 
 from jspec.cluster.batch.ray_data import complete
 from jspec.cluster.mesh.checkpoints import load_on_mesh

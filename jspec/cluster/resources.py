@@ -57,18 +57,26 @@ def default_resources() -> Resources:
     return Resources(gpus=1) if total.get("GPU") else Resources(tpus=1 if total.get("TPU") else 0)
 
 
-def check_resources(count: int, resources: Resources) -> None:
+def check_resources(count: int, resources: Resources, free_cpus: int = 0) -> None:
     """Check that the running Ray cluster, if any, is large enough for `count` processes.
+
+    Args:
+        free_cpus: the number of CPU cores that must stay free.
 
     Raises:
         ValueError: the cluster is too small.
     """
     total = _total()
-    for name, each in (("CPU", resources.cpus), ("GPU", resources.gpus), ("TPU", resources.tpus)):
-        if total and count * each > total.get(name, 0):
+    for name, each, free in (
+        ("CPU", resources.cpus, free_cpus),
+        ("GPU", resources.gpus, 0),
+        ("TPU", resources.tpus, 0),
+    ):
+        if total and count * each + free > total.get(name, 0):
+            rest = f" and {free} for reading the dataset" if free else ""
             raise ValueError(
-                f"The Ray cluster has {total.get(name, 0):g} {name}s, but {count} x {each:g} are needed; use fewer "
-                "replicas or workers, smaller Resources, or a larger cluster."
+                f"The Ray cluster has {total.get(name, 0):g} {name}s, but {count} x {each:g}{rest} are needed; use "
+                "fewer replicas or workers, smaller Resources, or a larger cluster."
             )
 
 

@@ -158,13 +158,13 @@ def place_parts(
         TypeError, ValueError: as in `sharding_of`.
     """
     where = sharding_of(name, shape, sharding)
-    known: dict[str, np.ndarray] = {}  # devices may hold the same part
+    parts_by_index: dict[str, np.ndarray] = {}  # devices may hold the same part
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if str(index) not in known:
-            known[str(index)] = np.ascontiguousarray(read(index))
-        return known[str(index)]
+        if str(index) not in parts_by_index:
+            parts_by_index[str(index)] = np.ascontiguousarray(read(index))
+        return parts_by_index[str(index)]
 
     return jax.make_array_from_callback(shape, where, part)
 
@@ -190,9 +190,12 @@ def sharding_of(name: str, shape: tuple[int, ...], sharding: Placement) -> Shard
 
 
 def transposed(where: Sharding, ndim: int) -> Sharding:
-    """Return the sharding of a transposed array. One that has no such form is replicated on the same devices."""
+    """Return the sharding of a transposed array.
+
+    If `where` is not a `NamedSharding`, the array is replicated on the same devices.
+    """
     if isinstance(where, NamedSharding):
         spec = (*where.spec, *[None] * (ndim - len(where.spec)))
-        return NamedSharding(where.mesh, PartitionSpec(*reversed(spec)))
+        return NamedSharding(where.mesh, PartitionSpec(*reversed(spec)), memory_kind=where.memory_kind)
     devices = sorted(cast("set[Any]", where.device_set), key=lambda device: device.id)
     return NamedSharding(Mesh(devices, ("all",)), PartitionSpec())

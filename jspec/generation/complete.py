@@ -253,17 +253,17 @@ def prepare(
             f"tokenizer is of type {type(tokenizer).__name__}; pass one from jspec.pretrained, "
             "jspec.text.load_tokenizer or transformers."
         )
-    several = check_stop(stop)
+    several = stop_strings(stop)
     special = {one: i for one in several if (i := _special(tokenizer, one)) is not None}
     strings = tuple(one for one in several if one not in special)
     return Task(prompts, encode(tokenizer, prompts, template), tokenizer, strings, tuple(special.values()))
 
 
-def check_stop(stop: str | Sequence[str]) -> list[str]:
+def stop_strings(stop: str | Sequence[str]) -> list[str]:
     """Return the stop strings.
 
     Raises:
-        ValueError: `stop` is neither a string nor several, or a string is empty.
+        ValueError: `stop` is neither a string nor a sequence of strings, or a string is empty.
     """
     several = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(isinstance(one, str) and one for one in several):

@@ -104,7 +104,7 @@ def load(
 def _stream(
     source: str | Path, dtype: jnp.dtype, is_packed: bool, sharding: Placement | None
 ) -> tuple[LlamaConfig, _Arrays]:
-    """Return the configuration, and an iterator over the arrays. If `sharding` is given, they have yet to be read."""
+    """Return the configuration and an iterator over the arrays. With `sharding`, no whole array is loaded."""
     if sharding is None:
         config, _, arrays = stream_packed(source, dtype) if is_packed else stream(source, dtype, None)
         return config, arrays
@@ -198,7 +198,7 @@ def _placed(name: str, array: ArrayLike | StoredArray, dtype: jnp.dtype, shardin
     if sharding is None:
         return jnp.asarray(array, dtype).T
     where = sharding_of(name, np.shape(array)[::-1], sharding)
-    if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # it is in its place already
+    if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # already on the right devices
         return cast(Array, jax.jit(jnp.transpose, out_shardings=where)(array.astype(dtype)))
     return place(name, np.asarray(array, dtype).T, sharding)
 

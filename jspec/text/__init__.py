@@ -161,7 +161,7 @@ def request_keys(seed: int, batch: int, first: int = 0) -> "Array":
     return keys_of_requests(seed, first + np.arange(batch))
 
 
-def keys_of_requests(seed: int, numbers_of_requests: "ArrayLike") -> "Array":
+def keys_of_requests(seed: int, request_numbers: "ArrayLike") -> "Array":
     """Return the typed keys of the requests with these numbers, which are from 0 to 2**32 - 1.
 
     Raises:
@@ -173,4 +173,4 @@ def keys_of_requests(seed: int, numbers_of_requests: "ArrayLike") -> "Array":
         raise ValueError(f"seed must be an int from 0 to {2**32 - 1}; got {seed!r}.")
     # Always use this implementation, whatever JAX's default is, so that the same seed produces the same text.
     key = jax.random.key(int(seed), impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, np.asarray(numbers_of_requests, np.uint32))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, np.asarray(request_numbers, np.uint32))

@@ -1,6 +1,7 @@
 """Lines of a JSON Lines file."""
 
 import json
+import reprlib
 from typing import NoReturn, cast
 
 from convert.json_file import Json, no_duplicates
@@ -22,7 +23,7 @@ def parse_object(line: bytes, place: str) -> dict[str, Json]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON ({error}); write one object per line.") from error
     if not isinstance(entry, dict):
-        raise ValueError(f'{place} must be {{"prompt": a text}} or {{"messages": a list of messages}}.')
+        raise ValueError(f"{place} is {reprlib.repr(entry)}; expected an object with 'prompt' or 'messages'.")
     return entry
 
 

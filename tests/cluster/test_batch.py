@@ -91,14 +91,14 @@ def test_interrupted_job_continues_with_the_same_bytes(batch):
         (folder / f"part-0000{number}.jsonl").unlink()
     time = kept.stat().st_mtime_ns
     code, error, _ = batch(rows, *OPTIONS, "--slots", 4, draft="lookup")
-    assert code == 0 and "(4 were complete before)" in error
+    assert code == 0 and "(4 were already complete)" in error
     assert contents(folder) == whole and kept.stat().st_mtime_ns == time
     code, error, _ = batch(rows, *OPTIONS)
     assert code == 0 and error == f"{folder} is already complete\n"
 
 
 def test_conversations_are_answered(batch, chatty):
-    """Rows with messages are answered, rows with a prompt only with --chat. Blank lines do not count."""
+    """Rows with messages are always answered, and rows with a prompt only with --chat. Blank lines do not count."""
     content = json.dumps(HELLO).encode() + b'\n\n \n{"prompt": "in"}\n'
     tokens = jspec.text.load_tokenizer(chatty)
     for chat, prompts in (((), [HELLO["messages"], "in"]), (("--chat",), [HELLO["messages"]] * 2)):
@@ -127,7 +127,7 @@ def test_parquet_files_keep_their_columns(batch, run, sources, tmp_path):
 
 
 def test_lines_are_repeated_byte_for_byte(batch):
-    """Numbers, escapes and a byte-order mark that a JSON parser would change or refuse do not matter."""
+    """Lines keep numbers and escapes that a JSON parser would change. A byte-order mark is ignored."""
     lines = [
         rb'{"x": 1e999, "y": 12345678901234567.25, "z": -0, "prompt": "in"}',
         rb'{ "prompt" : "a", "\ud800": "\ud800" }',
@@ -145,7 +145,7 @@ def test_lines_are_repeated_byte_for_byte(batch):
         ([0, 2**32], "has the value 4294967296; expected integers from 0 to"),
         ([0, -1], "has the value -1; expected"),
         ([0, None], "has the value None; expected"),
-        ([3, 3], "has the value 3 more than once; expected different numbers"),
+        ([3, 3], "has the value 3 more than once; give each row its own"),
         ([0.0, 1.0], "is of type double; expected integers"),
     ],
 )
@@ -174,17 +174,17 @@ BAD = (
 REASONS = {
     3: "is not JSON (Expecting value: line 1 column 1 (char 0))",
     4: "is not UTF-8 text (byte 13)",
-    5: 'must be {"prompt": a text}',
-    7: "has prompt 3; expected either prompt, a text, or messages, a list of messages.",
-    8: "has the columns none; expected 'prompt' or 'messages'.",
-    9: "has prompt 'a', messages []; expected either",
+    5: "is ['a']; expected an object with 'prompt' or 'messages'.",
+    7: "has prompt = 3; expected either 'prompt' (text) or 'messages' (a list of messages), not both.",
+    8: "has no columns; add a column 'prompt' or 'messages'.",
+    9: "has prompt = 'a', messages = []; expected either",
     10: "has no messages",
     11: "message 0 has the role 'me'",
     12: "is not JSON (the key 'prompt' appears twice)",
     13: "is not JSON (NaN is not a JSON number)",
     14: "has a column 'finish_reason', which the output uses; rename it.",
     15: "is not UTF-8 text (character 1)",
-    16: "needs 400 + 20 tokens, for the prompt and its completion, but the target supports only 128;",
+    16: "needs 400 tokens for the prompt and 20 for its completion, but the target supports only 128;",
 }
 
 
@@ -203,7 +203,7 @@ def test_bad_lines_are_named_and_skipped(batch):
     assert rows_of(folder) == [rows_of(whole)[i] for i in (0, 4, 15)]
     kept = contents(folder)
     (folder / "part-00003.jsonl").unlink()
-    code, error, _ = batch(BAD, "--skip-bad", draft="lookup")  # a part holds the same rows, whichever are bad
+    code, error, _ = batch(BAD, "--skip-bad", draft="lookup")  # invalid rows do not change which part a row belongs to
     assert code == 0 and contents(folder) == kept
 
 
@@ -211,20 +211,20 @@ def test_folder_of_another_job_is_refused(batch):
     rows = [{"prompt": "a"}]
     assert batch(rows, draft="none")[0] == 0
     for options, reason in (
-        (("--seed", 1), "with seed 0 and not 1"),
-        (("--temperature", 0.5), "with temperature 1.0 and not 0.5"),
-        (("--activation-bits", 8), "with activation_bits '24' and not '8'"),
+        (("--seed", 1), "whose seed is 0 instead of 1"),
+        (("--temperature", 0.5), "whose temperature is 1.0 instead of 0.5"),
+        (("--activation-bits", 8), "whose activation_bits is '24' instead of '8'"),
     ):
         code, error, folder = batch(rows, *options, draft="none")
         assert code == 1 and f"{folder} belongs to another job, {reason}; pass another --output" in error, error
     code, error, _ = batch([{"prompt": "b"}], draft="none")
-    assert code == 1 and "with FILE's SHA-256 '" in error
+    assert code == 1 and "whose SHA-256 of FILE is '" in error
     (folder / "job.json").write_text("{}")
     code, error, _ = batch(rows, draft="none")
-    assert code == 1 and "job.json is damaged; pass another --output." in error
+    assert code == 1 and "job.json is not a valid job file; pass another --output." in error
     (folder / "job.json").unlink()
     code, error, _ = batch(rows, draft="none")
-    assert code == 1 and f"{folder} contains files, but no job; pass another --output" in error
+    assert code == 1 and f"{folder} contains files, but no job.json; pass a new or an empty folder" in error
 
 
 def test_full_disk_is_named_and_the_job_can_continue(batch):
@@ -232,18 +232,23 @@ def test_full_disk_is_named_and_the_job_can_continue(batch):
     rows = [{"prompt": "a", "x": "x" * (4000 if i == 3 else 1)} for i in range(4)]
     with small_disk(4300):  # the input is smaller
         code, error, folder = batch(rows, draft="none")
-    assert code == 1 and "part-00001.jsonl cannot be written (File too large); make room, and run" in error
+    assert code == 1 and "part-00001.jsonl cannot be written (File too large); free disk space" in error
     assert sorted(path.name for path in folder.iterdir()) == ["job.json", "part-00000.jsonl"]
     code, error, folder = batch(rows, draft="none")
-    assert code == 0 and "(2 were complete before)" in error and len(rows_of(folder)) == 4
+    assert code == 0 and "(2 were already complete)" in error and len(rows_of(folder)) == 4
 
 
 @pytest.mark.parametrize(
     ("content", "options", "code", "reason"),
     [
-        (b"\n", (), 1, "prompts.jsonl has no rows; write one, such as"),
-        (b"{}", ("--skip-bad",), 1, "1 of 1 prompts are invalid; there is nothing left to do."),
-        (b'{"prompt": "a"}', ("--template", "x=1"), 2, "--template applies only to conversations; add --chat."),
+        (b"\n", (), 1, "prompts.jsonl has no rows; write one row with"),
+        (b"{}", ("--skip-bad",), 1, "1 of 1 prompts are invalid; correct at least one of them."),
+        (
+            b'{"prompt": "a"}',
+            ("--template", "x=1"),
+            2,
+            "--template applies only to conversations, and FILE has none; add --chat.",
+        ),
         (b'{"prompt": "a"}', ("--plain", "--num-draft-tokens", 2), 2, "leave out --num-draft-tokens"),
         (json.dumps(HELLO).encode(), (), 1, "has no chat template"),
     ],

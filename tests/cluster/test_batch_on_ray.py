@@ -73,7 +73,9 @@ def wait_for(condition, process, seconds=240):
     """Wait until ``condition()`` is true, and return it. Fail if `process` ends first."""
     end = time.monotonic() + seconds
     while not (found := condition()):
-        assert process.poll() is None and time.monotonic() < end, process.stderr.read() if process.poll() else "late"
+        assert process.poll() is None and time.monotonic() < end, (
+            process.stderr.read() if process.poll() else "timed out"
+        )
         time.sleep(0.05)
     return found
 
@@ -123,11 +125,13 @@ def test_wrong_datasets_and_clusters_are_refused(cluster, sources):
     import ray
 
     complete = functools.partial(jspec.cluster.complete, ray.data.from_items([{"prompt": "a", "x": 1}]))
-    with pytest.raises(ValueError, match=r"^dataset has the columns prompt, x; expected 'number', because index names"):
+    with pytest.raises(ValueError, match=r"^index is 'number', but dataset has the columns prompt, x; pass the name"):
         complete(str(sources[0]), index="number")
     with pytest.raises(TypeError, match=r"^target is of type Llama; pass the path"):
         complete(jspec.load(sources[0]), index="x")
-    with pytest.raises(ValueError, match=r"^The Ray cluster has 3 CPUs, but 1 x 4 are needed; use fewer"):
+    with pytest.raises(
+        ValueError, match=r"^The Ray cluster has 3 CPUs, but 3 x 1 and 1 for reading the dataset are needed"
+    ):
         complete(str(sources[0]), index="x", workers=3)  # none would be left for reading
     with pytest.raises(ValueError, match=r"^The Ray cluster has 0 GPUs, but 1 x 1 are needed; use fewer"):
         complete(str(sources[0]), index="x", resources=Resources(gpus=1))
@@ -141,7 +145,7 @@ def test_wrong_datasets_and_clusters_are_refused(cluster, sources):
 
 
 def test_worker_that_always_dies_ends_the_job(cluster, sources):
-    """Neither a start nor a prompt that kills every worker is repeated for ever."""
+    """A worker that dies at every start ends the job with an error."""
     import ray
 
     dataset = ray.data.from_items([{"prompt": "a", "x": 1}])
@@ -161,7 +165,7 @@ def test_errors_are_one_sentence(cluster, sources, tmp_path):
         error = process.communicate(timeout=120)[1]
     ours = [line for line in error.splitlines() if "core_worker" not in line and line]  # Ray's C++ code logs a warning
     assert process.returncode == 1 and len(ours) == 1, error
-    assert ours[0].startswith("jspec: The workers failed: 1,000,000,000 slots of ")
+    assert ours[0].startswith("jspec: A worker failed: 1,000,000,000 slots of ")
 
 
 def test_ctrl_c_ends_the_cluster_that_the_command_started(sources, tmp_path):

@@ -64,7 +64,7 @@ def texts(mesh, target, draft, names=()):
 
 
 def killed(mesh, target, draft):
-    """Decode for ever, and kill the process with the number 1."""
+    """Decode for ever, but kill process 1."""
     models = loaded(mesh, target, draft)
     jspec.speculative_generate(*models, *request(), max_new_tokens=NEW)
     print(json.dumps("decoding"), flush=True)
@@ -76,11 +76,17 @@ def killed(mesh, target, draft):
 
 
 def weights(mesh, *folders):
-    """Print a checksum of every weight of each model, and how much of it this process holds."""
+    """Print a checksum of every weight of each model, and how many bytes of the model this process holds."""
     for model in loaded(mesh, *folders):
         state = jax.tree.leaves(jax.tree.map(lambda leaf: leaf, model))
         held = sum(shard.data.nbytes for leaf in state for shard in leaf.addressable_shards)
-        print(json.dumps([[float(np.abs(jax.device_get(leaf.sum()))) for leaf in state], held]))
+        print(json.dumps([[_checksum(leaf) for leaf in state], held]))
+
+
+def _checksum(leaf):
+    """Return a sum of all values, each with a weight that depends on its position."""
+    weights = jax.numpy.cos(jax.numpy.arange(leaf.size).reshape(leaf.shape) * 0.7)
+    return float((leaf * weights).sum())
 
 
 def main():

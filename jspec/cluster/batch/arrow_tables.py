@@ -1,4 +1,4 @@
-"""Arrow tables of prompts. pyarrow, which has no types, is optional."""
+"""Arrow tables of prompts. pyarrow, which has no type annotations, is an optional dependency."""
 
 import io
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from jspec.cluster.batch.completed import COLUMNS, Completed
 
 Untyped: TypeAlias = Any
 Table: TypeAlias = Untyped
+Dataset: TypeAlias = Untyped  # of Ray
 
 
 def read_parquet(path: Path) -> Table:
@@ -30,7 +31,7 @@ def read_parquet(path: Path) -> Table:
 
 
 def parquet_bytes(table: Table) -> bytes:
-    """Return `table` as a Parquet file."""
+    """Return the bytes of a Parquet file with `table`."""
     parquet: Untyped = import_module("pyarrow.parquet")
     parquet.write_table(table, buffer := io.BytesIO())
     return buffer.getvalue()
@@ -65,17 +66,19 @@ def check_indices(column: Table, name: str) -> list[int]:
     """Return the values of the column `name`, which number the rows of a dataset.
 
     Raises:
-        ValueError: they are not different integers from 0 to 2**32 - 1.
+        ValueError: the values are not distinct integers from 0 to 2**32 - 1.
     """
     pyarrow: Untyped = import_module("pyarrow")
     values = cast(list[int | None], column.to_pylist())
     if not pyarrow.types.is_integer(column.type):
         raise ValueError(f"The column {name!r} is of type {column.type}; expected integers.")
-    if wrong := [value for value in values if value is None or not 0 <= value < 2**32]:
-        raise ValueError(f"The column {name!r} has the value {wrong[0]}; expected integers from 0 to 2**32 - 1.")
+    if invalid := [value for value in values if value is None or not 0 <= value < 2**32]:
+        raise ValueError(f"The column {name!r} has the value {invalid[0]}; expected integers from 0 to 2**32 - 1.")
     if len({*values}) < len(values):
-        twice = next(value for value in values if values.count(value) > 1)
-        raise ValueError(f"The column {name!r} has the value {twice} more than once; expected different numbers.")
+        duplicate = next(value for value in values if values.count(value) > 1)
+        raise ValueError(
+            f"The column {name!r} has the value {duplicate} more than once; give each row its own integer."
+        )
     return cast(list[int], values)
 
 
@@ -84,7 +87,7 @@ def with_completions(table: Table, completed: Sequence[Completed]) -> Table:
     pyarrow: Untyped = import_module("pyarrow")
     types: dict[str, Untyped] = {"generated_tokens": pyarrow.list_(pyarrow.int32()), "prompt_index": pyarrow.int64()}
     for name in COLUMNS:
-        values = [cast(dict[str, object], one)[name] for one in completed]
+        values = [cast(dict[str, object], row)[name] for row in completed]
         table = table.append_column(name, pyarrow.array(values, types.get(name, pyarrow.string())))
     return table
 

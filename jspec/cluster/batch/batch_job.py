@@ -14,10 +14,10 @@ from jspec.cluster.batch.prompt_files import Entry, PromptFile
 from jspec.text.chat_template import Prompt
 
 _FILE = "job.json"
-_MOST_ROWS = (
+_MAX_ROWS = (
     256  # in a part, if there are few slots: enough that the slots that its last requests leave idle cost little
 )
-_ROWS_PER_SLOT = 4  # in a part, if there are many slots
+_ROWS_PER_SLOT = 4  # per part, with many slots
 _PARTS_PER_WORKER = 4
 
 
@@ -34,7 +34,7 @@ Decode = Callable[[Sequence[Part]], Iterator[tuple[int, list[Completed]]]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job that completes the prompts of `file`, and writes each part of them to a file in `folder`.
+    """A job that completes the prompts of `file`, and writes each part to its own file in `folder`.
 
     A part's file is complete as soon as it exists. The bytes of a part do not depend on how often it is decoded.
     """
@@ -51,7 +51,7 @@ class Job:
 
         Args:
             entries: the valid entries of the file.
-            identity: everything else that determines the output, as JSON.
+            identity: the other settings that determine the output, except the weights, as JSON values.
             new_size: the number of rows for each part of a new job, from `part_size`.
 
         Raises:
@@ -59,7 +59,9 @@ class Job:
             OSError: the folder cannot be created, read or written.
         """
         indices = [entry.prompt_index for entry in entries]
-        known = dict(identity) | {"valid prompts": hashlib.sha256(json.dumps(indices).encode()).hexdigest()}
+        known = dict(identity) | {
+            "SHA-256 of the valid indices": hashlib.sha256(json.dumps(indices).encode()).hexdigest()
+        }
         size = _known_or_new_size(folder, json.loads(json.dumps(known)), new_size)
         groups = itertools.groupby(entries, lambda entry: entry.prompt_index // size)
         return cls(folder, file, {number: _part(number, [*group]) for number, group in groups})
@@ -80,7 +82,7 @@ class Job:
         """
         for number, completed in decode(self.missing()):
             _write(self._path(number), self.file.part(self.parts[number].indices, completed))
-            report(len(completed), sum(len(one["generated_tokens"]) for one in completed))
+            report(len(completed), sum(len(row["generated_tokens"]) for row in completed))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}{self.file.suffix}"
@@ -88,8 +90,8 @@ class Job:
 
 def part_size(num_prompts: int, workers: int, slots: int) -> int:
     """Return the number of rows for each part, so that all workers, each with this number of slots, have work."""
-    each = -(-num_prompts // (_PARTS_PER_WORKER * workers))
-    return min(max(_MOST_ROWS, _ROWS_PER_SLOT * slots), max(slots, each))
+    rows = -(-num_prompts // (_PARTS_PER_WORKER * workers))
+    return min(max(_MAX_ROWS, _ROWS_PER_SLOT * slots), max(slots, rows))
 
 
 def _known_or_new_size(folder: Path, identity: dict[str, object], new_size: int) -> int:
@@ -99,7 +101,7 @@ def _known_or_new_size(folder: Path, identity: dict[str, object], new_size: int)
         return _known_size(path, identity)
     folder.mkdir(parents=True, exist_ok=True)
     if any(not file.name.startswith(".") for file in folder.iterdir()):
-        raise ValueError(f"{folder} contains files, but no job; pass another --output, or an empty folder.")
+        raise ValueError(f"{folder} contains files, but no {_FILE}; pass a new or an empty folder as --output.")
     _write(path, json.dumps({"part_size": new_size, "job": identity}, indent=1).encode())
     return new_size
 
@@ -114,12 +116,12 @@ def _known_size(path: Path, identity: dict[str, object]) -> int:
         known = json.loads(path.read_bytes())
         size, job = int(known["part_size"]), dict(known["job"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged; pass another --output.") from error
+        raise ValueError(f"{path} is not a valid job file; pass another --output.") from error
     for name in [*identity, *job]:
         if identity.get(name) != job.get(name):
             raise ValueError(
-                f"{path.parent} belongs to another job, with {name} {job.get(name)!r} and not "
-                f"{identity.get(name)!r}; pass another --output, or the same input and options."
+                f"{path.parent} belongs to another job, whose {name} is {job.get(name)!r} instead of "
+                f"{identity.get(name)!r}; pass another --output, or use the same input and options."
             )
     return size
 
@@ -132,7 +134,7 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file that exists only when it is complete.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -144,5 +146,6 @@ def _write(path: Path, content: bytes) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(
-            f"{path} cannot be written ({error.strerror}); make room, and run the command again to continue."
+            f"{path} cannot be written ({error.strerror}); free disk space or correct the permissions, and run the "
+            "command again to continue."
         ) from error

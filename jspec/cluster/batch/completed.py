@@ -1,4 +1,4 @@
-"""A row's completion: the columns that the output adds to the input's."""
+"""The columns that the output adds to those of the input."""
 
 from typing import TypedDict
 

@@ -21,7 +21,7 @@ class Entry(NamedTuple):
     Attributes:
         prompt_index: the number of prompts before it.
         place: the line or row, for error messages.
-        prompt: the prompt, or the reason why there is none.
+        prompt: the prompt, or the error if the row has no valid prompt.
     """
 
     prompt_index: int
@@ -57,7 +57,7 @@ class JsonLinesFile:
         self._lines = [(f"{path}, line {number}", line.strip()) for number, line in numbered if line.strip()]
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the prompts in order."""
+        """Yield the entries in order."""
         for index, (place, line) in enumerate(self._lines):
             try:
                 columns = parse_object(line, place)
@@ -68,7 +68,7 @@ class JsonLinesFile:
             yield Entry(index, place, prompt)
 
     def part(self, indices: Sequence[int], completed: Sequence[Completed]) -> bytes:
-        """Return the lines at `indices`, with completions. The bytes of each line are repeated as they are."""
+        """Return the lines at `indices`, with completions. The original text of each line is kept."""
         lines = (self._lines[i][1].removesuffix(b"}").rstrip() for i in indices)
         added = (json.dumps(one, ensure_ascii=False).removeprefix("{").encode() for one in completed)
         return b"".join(b"%s, %s\n" % pair for pair in zip(lines, added, strict=True))
@@ -84,7 +84,7 @@ class ParquetFile:
         check_columns(self._table.column_names, str(path))
 
     def entries(self) -> Iterator[Entry]:
-        """Yield the prompts in order."""
+        """Yield the entries in order."""
         for index, row in enumerate(prompt_columns(self._table)):
             place = f"{self._path}, row {index + 1}"
             try:
@@ -99,11 +99,11 @@ class ParquetFile:
 
 
 def open_prompts(path: Path) -> PromptFile:
-    """Return the file at `path`, by its suffix.
+    """Open the file at `path`. Its suffix selects the format.
 
     Raises:
-        ValueError: the suffix is neither .jsonl nor .parquet; the file has no rows; or it is not what its suffix says,
-            or has the wrong columns.
+        ValueError: the suffix is neither .jsonl nor .parquet; the file has no rows or the wrong columns; or its content
+            does not match its suffix.
         OSError: the file cannot be read.
     """
     kinds: dict[str, type[JsonLinesFile | ParquetFile]] = {".jsonl": JsonLinesFile, ".parquet": ParquetFile}
@@ -111,7 +111,7 @@ def open_prompts(path: Path) -> PromptFile:
         raise ValueError(f"{path} ends in neither .jsonl nor .parquet; convert it, or rename it.")
     file = kinds[path.suffix](path)
     if next(file.entries(), None) is None:
-        raise ValueError(f'{path} has no rows; write one, such as {{"prompt": "Hello"}}, for each prompt.')
+        raise ValueError(f"{path} has no rows; write one row with a 'prompt' or 'messages' for each prompt.")
     return file
 
 
@@ -119,12 +119,13 @@ def check_columns(names: Sequence[str] | Mapping[str, object], place: str) -> No
     """Check the names of a row's or a table's columns.
 
     Raises:
-        ValueError: there is no prompt, or a column has the name of one that the output adds.
+        ValueError: there is no column of prompts, or a column has the same name as one that the output adds.
     """
     if taken := [name for name in COLUMNS if name in names]:
         raise ValueError(f"{place} has a column {taken[0]!r}, which the output uses; rename it.")
     if _PROMPT not in names and _MESSAGES not in names:
-        raise ValueError(f"{place} has the columns {', '.join(names) or 'none'}; expected 'prompt' or 'messages'.")
+        columns = f"the columns {', '.join(names)}" if names else "no columns"
+        raise ValueError(f"{place} has {columns}; add a column 'prompt' or 'messages'.")
 
 
 def prompt_of(columns: Mapping[str, object], place: str) -> Prompt:
@@ -139,5 +140,7 @@ def prompt_of(columns: Mapping[str, object], place: str) -> Prompt:
     if isinstance(messages, list) and text is None:
         check_conversation(conversation := cast(Sequence[Message], messages), place)
         return conversation
-    found = ", ".join(f"{name} {reprlib.repr(columns[name])}" for name in (_PROMPT, _MESSAGES) if name in columns)
-    raise ValueError(f"{place} has {found}; expected either prompt, a text, or messages, a list of messages.")
+    found = ", ".join(f"{name} = {reprlib.repr(columns[name])}" for name in (_PROMPT, _MESSAGES) if name in columns)
+    raise ValueError(
+        f"{place} has {found}; expected either 'prompt' (text) or 'messages' (a list of messages), not both."
+    )

@@ -1,4 +1,4 @@
-"""Workers on Ray Data: the parts of a job, or the rows of a dataset."""
+"""Workers on Ray Data, which complete the parts of a job or the rows of a dataset."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from jspec.cluster.batch.arrow_tables import Table, Untyped, check_indices, prompt_columns, with_completions
+from jspec.cluster.batch.arrow_tables import Dataset, Table, Untyped, check_indices, prompt_columns, with_completions
 from jspec.cluster.batch.batch_job import Part
 from jspec.cluster.batch.completed import Completed
 from jspec.cluster.batch.prompt_files import check_columns, prompt_of
@@ -19,9 +19,9 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
 from jspec.engine import Engine
 
-_ROWS = 256  # in one call of a dataset's worker
+_ROWS = 256  # per call of a RowWorker
 _CPUS_FOR_READING = 1  # Ray Data would wait for ever if its workers held all CPUs
-# How often a lost worker starts again, and how often its rows are decoded again. A row may be the reason.
+# Limits on the restarts of a worker and on the retries of its rows, because a row can crash every worker.
 _RESTARTS, _RETRIES = 8, 3
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit): ")
 
@@ -29,7 +29,7 @@ MakeEngine = Callable[[], tuple[Engine, Tokenizer]]
 
 
 class PartWorker:
-    """A Ray Data actor that completes the parts of a job. Parts and completions travel as JSON."""
+    """A Ray Data actor that completes the parts of a job. Parts and completions are sent as JSON."""
 
     def __init__(self, make_engine: MakeEngine, decoding: Decoding):
         prepare_environment()
@@ -65,13 +65,14 @@ def decode_on_ray(
 
     Args:
         make_engine: a function that each worker calls. It returns an engine that is not running, and its tokenizer.
-        decoding: how to complete the prompts.
+        decoding: the settings of the completions.
         workers: the number of processes.
-        resources: the resources of each.
+        resources: the resources of each process.
         parts: the parts to complete.
 
     Raises:
-        ValueError: the cluster does not have the resources, a worker raised an error, or it was lost several times.
+        ValueError: the cluster does not have the resources, a worker raised an error, or a worker was lost too
+            often.
     """
     import ray
     from ray.data import DataContext
@@ -87,11 +88,12 @@ def decode_on_ray(
         for batch in completed.iter_batches(batch_size=1):
             yield int(batch["number"][0]), json.loads(batch["completed"][0])
     except RayError as error:
-        raise ValueError(f"The workers failed: {_reason(error)}") from error
+        reason = _reason(error).rstrip(".")
+        raise ValueError(f"A worker failed: {reason}; correct the cause, and run the command again.") from error
 
 
 def complete(
-    dataset: Untyped,
+    dataset: Dataset,
     target: str | None = None,
     draft: Draft = None,
     *,
@@ -106,19 +108,19 @@ def complete(
     dtype: str | None = None,
     quantize: str | None = None,
     **engine_options: Any,
-) -> Untyped:
+) -> Dataset:
     """Return a Ray dataset with the rows of `dataset` and their completions.
 
-    A completion equals that of `jspec.complete` with ``accept="coupled"``. It depends on the seed and on the row's
-    index, but not on the number of workers, on the order of the rows, or on workers that fail and are replaced.
+    In float32, each completion equals that of `jspec.complete` with ``accept="coupled"``. Completions depend on the
+    seed and on each row's index, but not on the number of workers, the order of the rows, or lost workers.
 
     Args:
         dataset: a Ray dataset with a column "prompt" (text) or "messages" (conversations).
         target, draft, dtype, quantize: as in `jspec.cluster.app`.
-        index: the name of a column of different integers from 0 to 2**32 - 1. Repeated ones are found only within a
+        index: the name of a column of distinct integers from 0 to 2**32 - 1. Duplicates are detected only within a
             batch of 256 rows.
         seed, max_new_tokens, sampling, stop, template: as in `jspec.complete`.
-        workers: the number of processes. At least one CPU of the cluster must remain, for reading the dataset.
+        workers: the number of processes. At least one CPU of the cluster must stay free to read the dataset.
         resources: as in `jspec.cluster.app`.
         engine_options: the options of each worker's `jspec.engine.Engine`.
 
@@ -129,18 +131,19 @@ def complete(
     Raises:
         ModuleNotFoundError: Ray is not installed.
         TypeError: `target` is not a string, or `draft` is a model.
-        ValueError: the dataset does not have the column `index`, has none with prompts, or has one with a name of the
-            new columns; another argument is invalid; or the connected cluster does not have the resources.
+        ValueError: the dataset lacks the column `index` or a column of prompts, or already has a column that the output
+            adds; another argument is invalid; or the connected cluster does not have the resources.
     """
     require_ray()
     columns = cast(Sequence[str], dataset.columns() or ())
     check_columns(columns, "dataset")
     if index not in columns:
-        raise ValueError(f"dataset has the columns {', '.join(columns)}; expected {index!r}, because index names it.")
+        raise ValueError(
+            f"index is {index!r}, but dataset has the columns {', '.join(columns)}; pass the name of one of these."
+        )
     pair = ModelPair(target, draft, dtype, quantize)
     resources = resources or default_resources()
-    check_resources(workers, resources)
-    check_resources(1, Resources(cpus=workers * resources.cpus + _CPUS_FOR_READING))
+    check_resources(workers, resources, free_cpus=_CPUS_FOR_READING)
     make_engine = functools.partial(pair.engine, {"max_length": "auto", **engine_options})
     decoding = Decoding(max_new_tokens, seed, sampling, (stop,) if isinstance(stop, str) else tuple(stop), template)
     options = _options(workers, resources, (make_engine, decoding, index))
@@ -156,16 +159,16 @@ def _options(workers: int, resources: Resources, arguments: tuple[object, ...]) 
     return {"compute": compute, "fn_constructor_args": arguments, **limits, **resources.actor_options()}
 
 
-def _mapped(dataset: Untyped, worker: type, **options: object) -> Untyped:
+def _mapped(dataset: Dataset, worker: type, **options: object) -> Dataset:
     """Return ``dataset.map_batches(worker, **options)``."""
     with warnings.catch_warnings():
-        # Ray 2.60 has no other options for the number of restarts, but says that these will go.
+        # Ray 2.60 has no other options for the number of restarts, but warns that these will be removed.
         warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
         return dataset.map_batches(worker, **options)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of an error, which follows the traceback of the worker, as one line."""
+    """Return the message of an error as one line, without the worker's traceback."""
     lines = str(error).strip().splitlines()
     first = max((i for i, line in enumerate(lines) if _ERROR.match(line.strip())), default=len(lines) - 1)
     return _ERROR.sub("", " ".join(" ".join(lines[first:]).split()))

@@ -1,4 +1,4 @@
-"""A worker, which completes prompts with its own engine."""
+"""Workers that complete prompts, each with its own engine."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from jspec.core.sampling import SamplingParams
 from jspec.core.tokenizer import Tokenizer
 from jspec.core.types import check_count
 from jspec.engine import Engine, Request, Result
-from jspec.generation.complete import Task, check_stop, prepare, truncate_at_stop
+from jspec.generation.complete import Task, prepare, stop_strings, truncate_at_stop
 from jspec.models.sampling_defaults import recommended
 from jspec.text import keys_of_requests
 from jspec.text.chat_template import Prompt, is_conversation
@@ -19,10 +19,10 @@ from jspec.text.template_variables import check_variables
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How to complete a job's prompts.
+    """The settings that determine the completions of a job.
 
     Attributes:
-        max_new_tokens: the maximum number of new tokens of each prompt.
+        max_new_tokens: the maximum number of new tokens for each prompt.
         seed: the random seed. A prompt's key depends on it and on the prompt's index.
         sampling, stop, template: as in `jspec.complete`.
 
@@ -38,18 +38,18 @@ class Decoding:
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
-        keys_of_requests(self.seed, [0])
-        check_stop(self.stop)
+        keys_of_requests(self.seed, [0])  # raises ValueError if the seed is invalid
+        stop_strings(self.stop)
         check_variables("template", self.template)
 
 
 class Worker:
-    """An engine that completes parts of a job.
+    """A worker that completes prompts with its own engine.
 
     Args:
         engine: an engine that is not running. The worker starts it.
         tokenizer: the target's tokenizer.
-        decoding: how to complete the prompts.
+        decoding: the settings of the completions.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, decoding: Decoding):
@@ -65,7 +65,9 @@ class Worker:
             yield part.number, self.complete(part.indices, part.prompts)
 
     def complete(self, indices: Sequence[int], prompts: Sequence[Prompt]) -> list[Completed]:
-        """Return the completion of each prompt. Each equals that of `jspec.complete` with accept="coupled".
+        """Return the completion of each prompt.
+
+        In float32, each equals that of `jspec.complete` with ``accept="coupled"``.
 
         Args:
             indices: the index of each prompt in the input.
@@ -81,7 +83,7 @@ class Worker:
             Request(ids, decoding.max_new_tokens, sampling, key, ends)
             for key, ids in zip(keys_of_requests(decoding.seed, indices), task.rows, strict=True)
         ]
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # so that short ones end together
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))  # long prompts first
         results = dict(zip(order, self._engine.generate(requests[i] for i in order), strict=True))
         return [self._completed(task, requests[row], results[row], index) for row, index in enumerate(indices)]
 

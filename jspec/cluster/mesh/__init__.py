@@ -1,1 +1,1 @@
-"""One model over several processes, each with its own devices."""
+"""One model across several processes, each with its own devices."""
