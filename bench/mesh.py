@@ -1,8 +1,8 @@
 """Host memory of processes that load one model together."""
 
+import dataclasses
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -19,6 +19,7 @@ import convert
 from bench import plots
 from bench.report import RESULTS, publish
 from convert.saving import save_new
+from jspec.bundled import PAIR
 from jspec.cluster import join, load_on_mesh
 
 _ALLOWED_MB = 200  # beyond a process's share of the weights
@@ -61,7 +62,7 @@ def run(counts: Iterable[int], layers: int, folder: Path = RESULTS) -> None:
 
 def _write(folder: Path, layers: int) -> int:
     """Write a random model, and return the size of its weights in bytes."""
-    config = convert.LlamaConfig(num_hidden_layers=layers, **_CONFIG)
+    config = dataclasses.replace(convert.read_config(PAIR / "target"), num_hidden_layers=layers, **_CONFIG)
     generator = np.random.default_rng(0)
     shapes = convert.shapes(config)
     arrays = {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -96,8 +97,9 @@ def _load(address: str, count: int, source: str, number: int) -> None:
 
 
 def _peak() -> float:
-    """Return the largest amount of resident memory so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    """Return the largest amount of resident memory so far, in MB. `getrusage` would include that of the parent."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

@@ -29,12 +29,14 @@ _WORKER = "PartWorker"  # in the title of every worker process
 def cluster():
     """Start a Ray cluster with three cores in this process, and yield its address."""
     ray = pytest.importorskip("ray")
-    os.environ |= FAST
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "os.fork")  # the child only starts another program
-        context = ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
-    yield context.address_info["address"]
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in FAST.items():
+            patch.setenv(name, value)  # for the workers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "os.fork")  # the child only starts another program
+            context = ray.init("local", num_cpus=3, include_dashboard=False, log_to_driver=False)
+        yield context.address_info["address"]
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
