@@ -104,8 +104,11 @@ def load(
 def _stream(
     source: str | Path, dtype: jnp.dtype, is_packed: bool, sharding: Placement | None
 ) -> tuple[LlamaConfig, _Arrays]:
-    """Return the configuration and an iterator over the arrays. With `sharding`, no whole array is loaded."""
-    if sharding is None:
+    """Return the configuration and an iterator over the arrays. With several processes, no whole array is loaded.
+
+    One process would read and dequantise an array once for each device that holds some of its columns.
+    """
+    if sharding is None or jax.process_count() == 1:
         config, _, arrays = stream_packed(source, dtype) if is_packed else stream(source, dtype, None)
         return config, arrays
 
