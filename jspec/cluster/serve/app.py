@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, cast
@@ -144,6 +145,25 @@ def app(
         {"version": version("jspec"), **(server_options or {})},
     )
     return spec.application()
+
+
+def from_config(config: dict[str, Any]) -> Any:
+    """Return `app` with the arguments in a Ray Serve config file. JSPEC_API_KEY provides the API key, if it is set.
+
+    Args:
+        config: the arguments. `replicas` may be a list, and `resources` is a dict of the fields of `Resources`.
+
+    Raises:
+        TypeError, ValueError: as in `app`, or `resources` has an unknown field.
+    """
+    arguments = dict(config)
+    if isinstance(arguments.get("replicas"), list):
+        arguments["replicas"] = tuple(arguments["replicas"])
+    if "resources" in arguments:
+        arguments["resources"] = Resources(**arguments["resources"])
+    if key := os.environ.get("JSPEC_API_KEY"):
+        arguments["server_options"] = {"api_key": key, **arguments.get("server_options", {})}
+    return app(**arguments)
 
 
 def _deployment(kind: type, **options: Any) -> Any:
