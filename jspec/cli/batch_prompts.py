@@ -97,7 +97,7 @@ def _validated(
     length = len(ids_of_prompt(tokenizer, prompt, entry.place, decoding.template or {}))
     if length + decoding.max_new_tokens > positions:
         raise ValueError(
-            f"{entry.place} needs {length} tokens for the prompt and {decoding.max_new_tokens} for its completion, "
-            f"but the target supports only {positions}; shorten the prompt, or pass a smaller --max-new-tokens."
+            f"{entry.place} needs {length} + {decoding.max_new_tokens} tokens (prompt + completion), but the target "
+            f"supports only {positions}; shorten the prompt, or pass a smaller --max-new-tokens."
         )
     return entry._replace(prompt=prompt), length + decoding.max_new_tokens

@@ -29,6 +29,10 @@ COMMANDS = {
         ["x", "--target", "TARGET", "--draft", "TARGET", "--max-new-tokens", "1000000"],
         "max_new_tokens=1000000",
     ),
+    "batch": (
+        ["PROMPTS", "--output", "made", "--target", "TARGET", "--max-new-tokens", "1000"],
+        "needs 1 + 1000 tokens",
+    ),
     "chat": (["TARGET", "--max-length", "1000000"], "is more than the"),
     "serve": (["TARGET", "--max-length", "1000000", "--port", "0"], "is more than the"),
     "tune": (["TARGET", "TARGET", "--max-new-tokens", "1"], "max_new_tokens"),
@@ -48,7 +52,9 @@ def test_every_command_is_covered():
 def test_every_command_uses_the_cache(tmp_path, command):
     arguments, said = COMMANDS[command]
     (tmp_path / "text.txt").write_text("in a thing " * 20)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
     places = {"TARGET": str(text_pair.write(tmp_path / "target")), "TEXT": str(tmp_path / "text.txt")}
+    places |= {"PROMPTS": str(tmp_path / "prompts.jsonl")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMP", "JAX_PERS"))}
     environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     line = [sys.executable, "-c", RUN, command, *(places.get(argument, argument) for argument in arguments)]

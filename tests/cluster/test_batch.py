@@ -184,7 +184,7 @@ REASONS = {
     13: "is not JSON (NaN is not a JSON number)",
     14: "has a column 'finish_reason', which the output uses; rename it.",
     15: "is not UTF-8 text (character 1)",
-    16: "needs 400 tokens for the prompt and 20 for its completion, but the target supports only 128;",
+    16: "needs 400 + 20 tokens (prompt + completion), but the target supports only 128;",
 }
 
 
