@@ -121,7 +121,7 @@ FILES = {
     "empty": (b"\n \n", "is empty; write a line such as"),
     "not UTF-8": (b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2 is not UTF-8 text (byte 13)"),
     "not JSON": (b'{"prompt": "a"}\n\nprompt', "line 3 is not JSON"),
-    "no object": (b'["a"]', 'line 1 must be {"prompt": a text} or'),
+    "no object": (b'["a"]', "line 1 is ['a']; expected an object with"),
     "both": (b'{"prompt": "a", "messages": []}', "and nothing else"),
     "more": (b'{"prompt": "a", "temperature": 0}', "and nothing else"),
     "no text": (b'{"prompt": 3}', "line 1 must be"),
