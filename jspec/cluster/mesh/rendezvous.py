@@ -71,8 +71,9 @@ def _receive(port: int, own: Mapping[str, Any], timeout: float) -> Exception | N
             if (line := _read(connection)) is not None and isinstance(number := line.get("process_id"), int):
                 if difference := _difference(own, line, peers):
                     error = ValueError(difference)
-                peers[number] = connection
                 connections.append(connection)
+                peers[number] = connection
+                peers = {i: peer for i, peer in peers.items() if not _has_ended(peer)}
         answer = {"error": "" if error is None else str(error), "is_late": isinstance(error, TimeoutError)}
         for connection in connections:
             with contextlib.suppress(OSError):  # the process has ended
