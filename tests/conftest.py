@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -251,6 +252,17 @@ def sources(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("sources")
     return text_pair.write(folder / "target"), text_pair.write(folder / "draft", distance=0.3)
+
+
+@pytest.fixture(scope="module")
+def chatty(sources):
+    """Return the folder of a target whose tokenizer has a chat template."""
+    from support.templates import TEMPLATE
+
+    folder = sources[0].parent / "chatty"
+    shutil.copytree(sources[0], folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")

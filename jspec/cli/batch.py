@@ -207,10 +207,8 @@ def _run(job: "Job", decode: "Decode") -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    total, missing = (
-        sum(len(part.prompts) for part in job.parts.values()),
-        sum(len(part.prompts) for part in job.missing()),
-    )
+    total = sum(len(part.prompts) for part in job.parts.values())
+    missing = sum(len(part.prompts) for part in job.missing())
     columns = TextColumn("Prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     began, num_tokens = time.perf_counter(), 0
     advice = "Run the same command again to continue."

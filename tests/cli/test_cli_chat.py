@@ -1,27 +1,16 @@
 """Chats, prompt files, stop strings and drafters on the command line."""
 
 import json
-import shutil
 
 import pytest
 
 import jspec
 from jspec.cli.model_args import Sources, exit_name
 from support import text_pair
-from support.templates import TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HELLO = [{"role": "user", "content": "Hello"}]
 LAST = json.dumps(HELLO[0]).encode()
-
-
-@pytest.fixture(scope="module")
-def chatty(sources):
-    """Return the folder of a target whose tokenizer has a chat template."""
-    folder = sources[0].parent / "chatty"
-    shutil.copytree(sources[0], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """`jspec batch` in one process: its completions, files, resumption and errors."""
 
 import json
-import shutil
 
 import pytest
 
@@ -10,21 +9,11 @@ from jspec.cluster.batch import arrow_tables
 from jspec.cluster.batch.batch_job import part_size
 from support.disks import small_disk
 from support.servers import tokenizer
-from support.templates import TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPTS = ["in a thing", "a", "the cat in the hat and a thing", "thing", "in", "a hat", "in the hat in the hat", "the"]
 SAMPLING = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
 HELLO = {"messages": [{"role": "user", "content": "in"}]}
-
-
-@pytest.fixture(scope="module")
-def chatty(sources):
-    """Return the folder of a target whose tokenizer has a chat template."""
-    folder = sources[0].parent / "chatty"
-    shutil.copytree(sources[0], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture

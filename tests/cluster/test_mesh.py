@@ -152,7 +152,7 @@ def test_rendezvous_waits_for_all_processes():
         ([(2, 0, "1"), (3, 1, "1")], "ValueError: In process 1, num_processes is 3 instead of 2; use the same"),
     ],
 )
-def test_processes_that_do_not_fit_get_the_same_error(processes, reason):
+def test_incompatible_processes_get_the_same_error(processes, reason):
     """Every process raises the error, not only process 0."""
     for error in joined(*processes, timeout=3):
         assert error is not None and error.startswith(reason)

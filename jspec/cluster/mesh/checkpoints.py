@@ -41,7 +41,10 @@ def load_on_mesh(
     sharding, size = tensor_parallel(mesh, axis), int(mesh.shape[axis])
     kind = dtypes.parse(default_dtype() if dtype is None else dtype)
 
+    files = Path(source)
+
     def checksum() -> str:
+        nonlocal files
         files = resolve_weights(source)
         heads = read_config(files).num_key_value_heads
         if heads % size:
@@ -52,7 +55,7 @@ def load_on_mesh(
         return f"{fingerprint(files)} ({kind}, quantize={quantize})"
 
     check_same(f"checkpoint at {source}", checksum)
-    return load(resolve_weights(source), kind, quantize, sharding)
+    return load(files, kind, quantize, sharding)  # the files that were compared
 
 
 def fingerprint(files: Path) -> str:

@@ -28,7 +28,7 @@ def wait_for_all(
         versions: names and values that must be the same in all processes.
 
     Raises:
-        ValueError: an argument is malformed, or the processes do not fit together.
+        ValueError: an argument is malformed, or the processes are incompatible.
         TimeoutError: a process is missing, or process 0 cannot be reached.
         OSError: process 0 cannot listen at the port.
     """
@@ -92,7 +92,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _difference(own: Mapping[str, Any], line: Mapping[str, Any], peers: Mapping[int, socket.socket]) -> str:
-    """Return why a process does not fit to process 0, or ""."""
+    """Return why a process cannot join process 0, or ""."""
     number = line["process_id"]
     pairs = {"num_processes": (line.get("num_processes"), own["num_processes"])}
     versions = cast(Mapping[str, str], line.get("versions") or {})
