@@ -21,7 +21,7 @@ from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.heads.block_module import Block
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN
-from jspec.models.llama import matrices, set_parts
+from jspec.models.llama import matrices, set_parts, set_placement
 from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 from jspec.rules import RULES, Rule
 
@@ -125,6 +125,9 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
     drafter = as_drafter(draft) if length.max_draft_tokens else None
     if found is not None:
         mesh = Mesh(found, ("model",))
+        for model in (target, draft):
+            if isinstance(model, jspec.Llama) and mesh.size > 1:
+                set_placement(model, jspec.tensor_parallel(mesh))
         target, drafter, prompts = divided(target, mesh), divided(drafter, mesh), divided(prompts, mesh)
     with contextlib.nullcontext() if found is None else tracing_for(found):
         spec = ProgramSpec(setting.new_tokens, length, setting.rule)

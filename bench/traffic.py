@@ -19,6 +19,9 @@ _ON_CHIP = re.compile(r"S\([1-9]\)")
 
 def traffic(one: Instruction, here: Computation, computations: dict[str, Computation]) -> tuple[int, int]:
     """Return the bytes read and written by an instruction of the computation `here`."""
+    if one.op == "all-reduce-start":
+        size = _bytes(one.shape)
+        return size, size
     if one.op.endswith("-start"):  # between memories: (from, to, ...), but (to, from, ...) for a copy
         moved = _parts(one.shape)[:2]
         source, target = moved[::-1] if one.op == "copy-start" else moved

@@ -1,6 +1,7 @@
 """Arrays of a checkpoint that are read on demand, so that a process reads only the parts that its devices hold."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -17,11 +18,13 @@ class StoredArray:
         entry: the array's name and shape, and the names of the tensors that are concatenated along axis 0.
         tensors: the tensors, in the same order.
         dtype: the dtype to which the values are cast.
+        order: the rows of the concatenated tensors in the array's order; None for their own order.
     """
 
     entry: keymap.Entry
     tensors: tuple[Tensor, ...]
     dtype: np.dtype
+    order: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,6 +40,18 @@ class StoredArray:
         (first, last, _), *columns = (part.indices(size) for part, size in zip(index, self.shape, strict=True))
         selected = tuple(slice(start, stop) for start, stop, _ in columns)
         out = np.empty((last - first, *(part.stop - part.start for part in selected)), self.dtype)
+        if self.order is None:
+            self._read_rows(first, last, selected, out)
+            return out
+        rows = self.order[first:last]
+        edges = [0, *(1 + np.flatnonzero(np.diff(rows) != 1)), len(rows)]  # of runs of consecutive rows
+        for start, stop in itertools.pairwise(edges):
+            if start < stop:
+                self._read_rows(int(rows[start]), int(rows[stop - 1]) + 1, selected, out[start:stop])
+        return out
+
+    def _read_rows(self, first: int, last: int, selected: tuple[slice, ...], out: np.ndarray) -> None:
+        """Read consecutive rows of the concatenated tensors."""
         offset = 0  # the tensor's first row in the whole array
         for tensor in self.tensors:
             count = tensor.shape[0]
@@ -46,7 +61,6 @@ class StoredArray:
                 start = offset - first
                 self._copy(tensor, source_rows, selected, out[start + source_rows.start : start + source_rows.stop])
             offset += count
-        return out
 
     @staticmethod
     def _copy(tensor: Tensor, rows: slice, columns: tuple[slice, ...], out: np.ndarray) -> None:

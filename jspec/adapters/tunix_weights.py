@@ -87,7 +87,8 @@ def replace_weights(model: Llama, params: PyTree) -> None:
 
     Args:
         model: the model to update. Its weights keep their dtypes, devices and quantization.
-        params: the state of the trained module.
+        params: the state of the trained module. A trained `jspec.Llama` must have been loaded with the same sharding
+            as `model`, because the sharding determines the order of the weights.
 
     Raises:
         ValueError: names are missing or unknown, or a weight does not fit. See `jspec.load_weights`.

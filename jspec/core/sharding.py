@@ -6,6 +6,7 @@ array's type. Under `jax.shard_map`, so are the axes along which values vary. A 
 gather is divided, and that a loop's initial values may vary. This module makes both declarations in one place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jspec.core.types import PyTree
 
@@ -80,13 +81,44 @@ def _varying(leaf: Array) -> frozenset[Hashable]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
-def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int, ...]], NamedSharding]:
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """The placement that `tensor_parallel` returns: a function from a weight's name and shape to its sharding.
+
+    Attributes:
+        mesh: the device mesh.
+        axis: the name of the mesh axis that divides the weights.
+    """
+
+    mesh: Mesh
+    axis: str
+
+    @property
+    def num_shards(self) -> int:
+        """The number of parts into which each matrix is divided."""
+        return int(self.mesh.shape[self.axis])
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
+        path, _, leaf = name.rpartition(".")
+        owner = path.partition(".parts.")[0].rpartition(".")[2]
+        inputs, outputs = _input_and_output_axes(leaf, shape)
+        spec: list[str | None] = [None] * len(shape)
+        divided = outputs if owner in ("qkv_proj", "gate_up_proj") else inputs
+        if divided is not None:
+            spec[divided] = self.axis
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def tensor_parallel(mesh: Mesh, axis: str = "model") -> TensorParallel:
     """Return a placement for `jspec.load` that divides each of the model's matrices over one mesh axis.
 
     As in Megatron-LM (Shoeybi et al. 2019), the first projections of attention and MLP are split along their outputs,
     and the last projections along their inputs. The embedding and the output head are split along the hidden size, so
     every device has a token's whole distribution. All norms, including those of queries and keys, are replicated on
-    every device. XLA divides caches and activations accordingly.
+    every device. XLA divides caches and activations accordingly. A layer exchanges two sums, if the size of the axis
+    divides the number of key-value heads.
+
+    `jspec.load` also interleaves the columns of fused projections (`jspec.models.fused_projection`).
 
     Args:
         mesh: the device mesh. Weights are replicated over its other axes, if it has any.
@@ -99,18 +131,20 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> Callable[[str, tuple[int
         raise ValueError(
             f"The mesh has the axes {mesh.axis_names}, but none named {axis!r}; pass the axis that divides the weights."
         )
+    return TensorParallel(mesh, axis)
 
-    def divide(name: str, shape: tuple[int, ...]) -> NamedSharding:
-        path, _, leaf = name.rpartition(".")
-        owner = path.partition(".parts.")[0].rpartition(".")[2]
-        inputs, outputs = _input_and_output_axes(leaf, shape)
-        spec: list[str | None] = [None] * len(shape)
-        divided = outputs if owner in ("qkv_proj", "gate_up_proj") else inputs
-        if divided is not None:
-            spec[divided] = axis
-        return NamedSharding(mesh, PartitionSpec(*spec))
 
-    return divide
+def replicate_features(x: Array, mesh: AbstractMesh | None) -> Array:
+    """Return ``x[B, S, E]``, with whole vectors on every device of `mesh`. The rows stay where they are.
+
+    Without this, XLA would divide the residual stream as it divides the embedding. Each projection would then have to
+    collect it, and each norm to add up sums of squares.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None or context.manual_axes:
+        return x
+    whole = PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh if context.empty else context, whole))
 
 
 def _input_and_output_axes(leaf: str, shape: tuple[int, ...]) -> tuple[int | None, int]:

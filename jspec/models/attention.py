@@ -14,6 +14,7 @@ from jax import Array, lax
 from convert.config import LlamaConfig
 from jspec.core.tree import Branches
 from jspec.core.types import pytree
+from jspec.models.fused_projection import split_outputs
 from jspec.models.kernels import AttentionForm, dispatch
 from jspec.models.kernels.cpu.masked_attention import MaskedCache
 from jspec.models.kv_cache import own_rows, visible, visible_branches, write
@@ -88,7 +89,8 @@ class Attention(nnx.Module):
         branches, inputs = context.branches, (qkv, context.tables, context.keys, context.values, context.slots)
         whole = branches is not None and is_whole(branches)
         others = context.past, context.cache_rows, context.window
-        if any(part is not None for part in others) or not (branches is None or whole):
+        is_sharded = self.qkv_proj.num_shards > 1
+        if is_sharded or any(part is not None for part in others) or not (branches is None or whole):
             return _write_and_attend(*self.split(qkv), context)  # the kernel supports none of these
         if self.q_norm is None or self.k_norm is None:
             return dispatch.attention(_attend_projected, *inputs, AttentionForm(*self.sizes, causal=not whole))
@@ -107,18 +109,24 @@ class Attention(nnx.Module):
     def keys_and_values(self, x: Array) -> tuple[Array, Array]:
         """Return the unrotated keys and the values ``[B, G, S, D]`` of ``x[B, S, E]``, without computing queries."""
         heads, groups, size = self.sizes
-        _, k, v = _split(self.qkv_proj.outputs_from(x, heads * size), (0, groups, size))
+        if self.qkv_proj.num_shards > 1:
+            _, k, v = _split(self.qkv_proj(x), self.sizes, self.qkv_proj.num_shards)
+        else:
+            _, k, v = _split(self.qkv_proj.outputs_from(x, heads * size), (0, groups, size))
         return k if self.k_norm is None else self.k_norm(k), v
 
     def split(self, qkv: Array) -> tuple[Array, Array, Array]:
         """Return unrotated queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from `qkv_proj`'s output."""
-        q, k, v = _split(qkv, self.sizes)
+        q, k, v = _split(qkv, self.sizes, self.qkv_proj.num_shards)
         return (q, k, v) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k), v)
 
 
-def _split(qkv: Array, sizes: tuple[int, int, int]) -> list[Array]:
+def _split(qkv: Array, sizes: tuple[int, int, int], num_shards: int = 1) -> list[Array]:
     """Return queries ``[B, H, R, D]``, keys and values ``[B, G, R, D]`` from ``[B, R, (H + 2 G) D]``."""
     heads, groups, size = sizes
+    if num_shards > 1:
+        parts = split_outputs(qkv, (heads * size, groups * size, groups * size), num_shards)
+        return [part.reshape(*qkv.shape[:2], -1, size).swapaxes(1, 2) for part in parts]
     qkv = qkv.reshape(*qkv.shape[:2], heads + 2 * groups, size).swapaxes(1, 2)
     return jnp.split(qkv, (heads, heads + groups), axis=1)
 

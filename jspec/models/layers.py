@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from convert.config import LlamaConfig
+from jspec.models.fused_projection import split_outputs
 from jspec.models.kernels import dispatch
 from jspec.models.matrix_parts import MatrixPart, multiply, select, take, widen
 from jspec.models.products import project
@@ -19,14 +20,17 @@ Module = TypeVar("Module", bound=nnx.Module)
 class Linear(nnx.Module):
     """A linear layer ``y = x W + b``, with W stored as ``[in, out]``, the transpose of Hugging Face's layout.
 
-    Fused projections are stored side by side. If `parts` is not None, it holds W instead, and there is no `weight`.
-    See `jspec.models.matrix_parts`.
+    If `parts` is not None, it holds W instead, and there is no `weight`. See `jspec.models.matrix_parts`.
+
+    Attributes:
+        num_shards: the number of shards whose columns are interleaved. See `jspec.models.fused_projection`.
     """
 
     def __init__(self, in_size: int, out_size: int, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = nnx.Param(_normal(rngs, (in_size, out_size), dtype))
         self.parts: nnx.List[MatrixPart] | None = None
         self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+        self.num_shards = 1
 
     def __call__(self, x: Array) -> Array:
         y = project(self.weight[...], x) if self.parts is None else multiply(self.parts, x).astype(x.dtype)
@@ -120,7 +124,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(inner, hidden, bias, dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        gate_up = self.gate_up_proj(x)
+        gate, up = split_outputs(gate_up, (gate_up.shape[-1] // 2,) * 2, self.gate_up_proj.num_shards)
         return jax.nn.silu(gate) * up
 
 

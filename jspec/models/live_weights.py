@@ -17,7 +17,7 @@ from convert.errors import brief, listing
 from jspec.models.array_layout import lay_out
 from jspec.models.groups import quantized_matrix
 from jspec.models.layers import Embed, Linear
-from jspec.models.llama import Llama, matrices
+from jspec.models.llama import Llama, matrices, stored_orders
 from jspec.models.packed import PackedMatrix
 from jspec.models.quantize import quantized
 
@@ -68,11 +68,13 @@ def load_weights(model: Llama, arrays: Mapping[str, Weight]) -> None:
     arrays = {
         name: arrays[name] if isinstance(arrays[name], np.ndarray) else as_array(name, arrays[name]) for name in names
     }
-    owners, leaves = matrices(model), leaves_by_name(model)
+    owners, leaves, orders = matrices(model), leaves_by_name(model), stored_orders(model)
     for name, module in owners.items():
         check_writable(module, name)
     for entry in keymap.entries(model.config):
         array = jnp.concatenate([as_array(part.hf_name, arrays[part.hf_name]) for part in entry.parts])
+        if entry.name in orders:
+            array = array[orders[entry.name]]
         if entry.name in owners:
             write_matrix(owners[entry.name], array, entry.name)
         else:

@@ -6,13 +6,18 @@ from typing import TypeVar, TypeVarTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import AbstractMesh
 from jax.typing import ArrayLike
 
+from convert import keymap
 from convert.config import LlamaConfig
+from jspec.core.sharding import TensorParallel, replicate_features
 from jspec.core.tree import Branches
 from jspec.models.attention import Attention, AttentionContext
+from jspec.models.fused_projection import interleaved_order
 from jspec.models.kv_cache import KVCache, empty_cache
 from jspec.models.layers import MLP, Embed, Linear, RMSNorm, add_and_norm, copy_tree
 from jspec.models.matrix_parts import MatrixPart, widen
@@ -75,11 +80,13 @@ class Llama(nnx.Module):
 
     Attributes:
         quantized: the kind to which `jspec.quantize` or `jspec.load` quantised the matrices; None if neither did.
+        mesh: the mesh over which `jspec.load` divided the matrices; None if it did not.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config = config
         self.quantized: str | None = None
+        self.mesh: AbstractMesh | None = None
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -162,7 +169,7 @@ class Llama(nnx.Module):
         """
         slots, positions = Branches.places(start, tokens.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
-        x = self.embed_tokens(tokens).astype(self.dtype)
+        x = replicate_features(self.embed_tokens(tokens).astype(self.dtype), self.mesh)
         if embeddings is not None:
             other = jnp.take(embeddings, tokens - self.config.vocab_size, axis=0, mode="clip").astype(self.dtype)
             x = jnp.where((tokens >= self.config.vocab_size)[..., None], other, x)
@@ -199,7 +206,7 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Return ``float32[B, S, V]`` for the hidden states of `forward`."""
-        return self.head.logits(self.norm(hidden))
+        return self.head.logits(replicate_features(self.norm(hidden), self.mesh))
 
 
 def matrices(model: nnx.Module) -> dict[str, Linear | Embed]:
@@ -224,6 +231,31 @@ def set_weight(module: Linear | Embed, weight: Array) -> None:
     """Replace the matrix of `module` with the array ``weight[in, out]``."""
     module.weight = nnx.data(nnx.Param(weight))
     module.parts = nnx.static(None)
+
+
+def set_placement(model: Llama, placement: TensorParallel) -> None:
+    """Declare how the weights of `model` are placed. Fused projections then have interleaved columns.
+
+    The projections of attention stay side by side if the number of shards does not divide that of key-value heads. See
+    `jspec.models.fused_projection`.
+    """
+    config, num_shards = model.config, placement.num_shards
+    model.mesh = placement.mesh if isinstance(placement.mesh, AbstractMesh) else placement.mesh.abstract_mesh
+    for layer in model.layers:
+        layer.self_attn.qkv_proj.num_shards = 1 if config.num_key_value_heads % num_shards else num_shards
+        layer.mlp.gate_up_proj.num_shards = 1 if config.intermediate_size % num_shards else num_shards
+
+
+def stored_orders(model: Llama) -> dict[str, np.ndarray]:
+    """Return the order of the outputs in each array whose projections are interleaved, by the array's name."""
+    owners = matrices(model)
+    orders: dict[str, np.ndarray] = {}
+    for entry in keymap.entries(model.config):
+        if len(entry.parts) > 1:
+            owner = owners[f"{entry.name.rpartition('.')[0]}.weight"]
+            if isinstance(owner, Linear) and owner.num_shards > 1:
+                orders[entry.name] = interleaved_order([part.rows for part in entry.parts], owner.num_shards)
+    return orders
 
 
 def with_outputs(model: Llama, tokens: ArrayLike) -> Llama:

@@ -1,5 +1,6 @@
 """Checkpoint loading, which turns the arrays that `convert` reads into a `Llama`."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -20,11 +21,11 @@ from convert.saving import save_new
 from convert.source import resolve
 from convert.stored_array import StoredArray
 from jspec.core.devices import is_before_ampere
-from jspec.core.sharding import Placement, check_placement, place, place_parts, sharding_of, transposed
+from jspec.core.sharding import Placement, TensorParallel, check_placement, place, place_parts, sharding_of, transposed
 from jspec.models.array_layout import lay_out
 from jspec.models.float16_check import check_fits_float16
 from jspec.models.kernels.cpu import native
-from jspec.models.llama import Llama, all_parts, matrices, set_parts, widened
+from jspec.models.llama import Llama, all_parts, matrices, set_parts, set_placement, stored_orders, widened
 from jspec.models.matrix_parts import widen
 from jspec.models.packed import ACTIVATION_BITS, PackedMatrix
 from jspec.models.quantize import check_kind, is_packed_by_default, packed_format, quantize_matrix, widths_of
@@ -169,11 +170,18 @@ def from_arrays(
         quantized: the kind to which to quantise matrices, and its `packed_format`.
     """
     model = nnx.eval_shape(lambda: Llama(config, dtype, rngs=nnx.Rngs(0)))
+    if isinstance(sharding, TensorParallel):
+        set_placement(model, sharding)
     leaves = {".".join(map(str, path)): leaf for path, leaf in cast(_Leaves, nnx.to_flat_state(nnx.state(model)))}
-    owners = matrices(model)
+    owners, orders = matrices(model), stored_orders(model)
     for name, array in arrays:
         leaf = leaves.pop(name)
-        source = _parts(array, activation_bits) if isinstance(array, tuple) else _placed(name, array, dtype, sharding)
+        if isinstance(array, tuple):
+            source = _parts(array, activation_bits)
+        elif sharding is None:
+            source = jnp.asarray(array, dtype).T
+        else:
+            source = _placed(name, array, dtype, sharding, orders.get(name))
         if quantized is not None and name in owners:
             quantize_matrix(owners[name], source, *quantized, activation_bits, name)
         elif not isinstance(source, list):
@@ -193,17 +201,23 @@ def _parts(stored: StoredParts, activation_bits: int) -> list[PackedMatrix]:
     return [PackedMatrix(jax.device_put(part.tiles), part.format, part.shape, activation_bits) for part in stored]
 
 
-def _placed(name: str, array: ArrayLike | StoredArray, dtype: jnp.dtype, sharding: Placement | None) -> Array:
-    """Return `array` on its devices, transposed."""
+def _placed(
+    name: str, array: ArrayLike | StoredArray, dtype: jnp.dtype, sharding: Placement, order: np.ndarray | None
+) -> Array:
+    """Return `array` on its devices, with its rows in this order, and transposed."""
     if isinstance(array, StoredArray):
-        assert sharding is not None and array.dtype == dtype
-        return place_parts(name, array.shape[::-1], lambda index: array.read(index[::-1]).T, sharding)
-    if sharding is None:
-        return jnp.asarray(array, dtype).T
+        assert array.dtype == dtype
+        stored = array if order is None else dataclasses.replace(array, order=order)
+        return place_parts(name, array.shape[::-1], lambda index: stored.read(index[::-1]).T, sharding)
     where = sharding_of(name, np.shape(array)[::-1], sharding)
     if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # already on the right devices
-        return cast(Array, jax.jit(jnp.transpose, out_shardings=where)(array.astype(dtype)))
-    return place(name, np.asarray(array, dtype).T, sharding)
+
+        def transposed(array: Array) -> Array:
+            return (array if order is None else array[order]).T
+
+        return cast(Array, jax.jit(transposed, out_shardings=where)(array.astype(dtype)))
+    host_array = np.asarray(array, dtype)
+    return place(name, (host_array if order is None else host_array[order]).T, sharding)
 
 
 def _stay_packed(parts: list[PackedMatrix]) -> bool:
@@ -218,6 +232,8 @@ def save(model: Llama, destination: str | Path, tokenizer: str | Path | None) ->
             f"The model is {model.quantized} and cannot be saved; load it without quantize, and save that model."
         )
     model = widened(model)
+    orders = {name: np.argsort(order) for name, order in stored_orders(model).items()}
     state = cast(_Leaves, nnx.to_flat_state(nnx.state(model)))
-    arrays = {".".join(map(str, path)): np.ascontiguousarray(np.asarray(leaf[...]).T) for path, leaf in state}
+    leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state}
+    arrays = {name: np.ascontiguousarray(leaf[..., orders.get(name, slice(None))].T) for name, leaf in leaves.items()}
     return save_new(model.config, arrays, destination, None if tokenizer is None else resolve(tokenizer))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from convert import keymap
@@ -13,7 +14,7 @@ from convert.lora import LoraUpdate, parse_adapter, read_adapter
 from jspec.models.array_layout import lay_out
 from jspec.models.layers import Embed, Linear, copy_tree
 from jspec.models.live_weights import Weight, as_array, check_whole_vocabulary, check_writable, write_matrix
-from jspec.models.llama import Llama, matrices
+from jspec.models.llama import Llama, matrices, stored_orders
 from jspec.models.matrix_parts import widen
 
 Adapter: TypeAlias = str | Path | Mapping[str, Weight]
@@ -56,8 +57,10 @@ def merge_lora(model: Llama, adapter: Adapter, alpha: float | None = None) -> Ll
     changed = [entry for entry in keymap.entries(model.config) if any(part.hf_name in updates for part in entry.parts)]
     for entry in changed:
         check_writable(owners[entry.name], entry.name)
+    orders = stored_orders(model)
     for entry in changed:
-        write_matrix(owners[entry.name], _merged(owners[entry.name], entry, updates), entry.name)
+        merged = _merged(owners[entry.name], entry, updates, orders.get(entry.name))
+        write_matrix(owners[entry.name], merged, entry.name)
     lay_out(model)
     return model
 
@@ -66,14 +69,24 @@ def _on_device(name: str, update: LoraUpdate[Weight]) -> LoraUpdate[Array]:
     return LoraUpdate(as_array(name, update.a), as_array(name, update.b), update.scale)
 
 
-def _merged(module: Linear | Embed, entry: keymap.Entry, updates: Mapping[str, LoraUpdate[Array]]) -> Array:
-    """Return the matrix of `module` as ``float32[out, in]``, with the updates of its parts added."""
+def _merged(
+    module: Linear | Embed,
+    entry: keymap.Entry,
+    updates: Mapping[str, LoraUpdate[Array]],
+    order: np.ndarray | None,
+) -> Array:
+    """Return the matrix of `module` as ``float32[out, in]``, with the updates of its parts added.
+
+    Args:
+        order: the order of the matrix's outputs, from `jspec.models.llama.stored_orders`, or None.
+    """
     weight = module.weight[...].T.astype(jnp.float32) if module.parts is None else widen(module.parts)
+    positions = np.arange(entry.shape[0]) if order is None else np.argsort(order)
     first_row = 0
     for part in entry.parts:
         if part.hf_name in updates:
             update = updates[part.hf_name]
             change = jnp.matmul(update.b.astype(jnp.float32), update.a.astype(jnp.float32), precision="highest")
-            weight = weight.at[first_row : first_row + part.rows].add(update.scale * change)
+            weight = weight.at[positions[first_row : first_row + part.rows]].add(update.scale * change)
         first_row += part.rows
     return weight

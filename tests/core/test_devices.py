@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import jspec
 from bench import abstract, compiled, devices, graphs
 from bench.hlo import arrays
+from bench.pairs import SHAPES
 from jspec.acceptance import RULES
 from jspec.engine.program_table import function_and_inputs
 from jspec.engine.runner import Runner
@@ -203,6 +204,31 @@ def test_plan_predicts_memory_of_long_prompt(name, report):
     planned = footprint(tuple(Weights(model.config, 2) for model in models), 1, 2048 + 16, 2048, setting.draft_length)
     report(planned=planned.temporaries, allocated=found.temporary - planned.caches)
     assert planned.temporaries == pytest.approx(found.temporary - planned.caches, rel=0.3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_eight_gpus_exchange_two_sums_per_layer(kind, report):
+    """A 70B target with an 8B draft: no GPU waits for the host, and none copies or exchanges caches or matrices."""
+    device, setting = devices.prepare("h100"), abstract.Setting(draft_length=4)
+    exchanges = []
+    for layers in (2, 3):
+        sizes = dict(zip(("llama-3.3-70b", "llama-3.1-8b"), (layers, 2), strict=True))
+        configs = [dataclasses.replace(SHAPES[name], num_hidden_layers=count) for name, count in sizes.items()]
+        models = [abstract.model(config, device.dtype, kind) for config in configs]
+        traced = abstract.trace(*models, setting, devices.topology(device, 8))
+        found = compiled.read(*graphs.compiled(traced.lower()))
+        assert (found.loops, found.waits, found.conditionals, found.host) == ([], 0, 0, 0)
+        assert not large(found.kernels, models, setting)
+        slots = slots_of(setting.width + setting.new_tokens, setting.draft_length)
+        one_head = 128, slots
+        of_cache = [k for k in found.kernels for _, sizes in arrays(k.shape) if sides(sizes) == one_head]
+        assert of_cache and max(kernel.written for kernel in of_cache) < 2 * 128 * slots
+        exchanges.append(Counter(k.op for k in found.kernels if k.op.startswith(("all-", "reduce-", "collective-"))))
+    report(round=dict(exchanges[0]), layer=dict(exchanges[1] - exchanges[0]))
+    assert exchanges[1] - exchanges[0] == {"all-reduce-start": 2}
+    # The target and the draft's two kinds of pass have two layers each. A pass collects embeddings and adds up logits.
+    assert exchanges[0] == {"all-reduce-start": 3 * (2 * 2 + 1), "all-gather-start": 3}
 
 
 @pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)

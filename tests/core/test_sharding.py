@@ -59,12 +59,15 @@ def test_sharded_output_equals_single_device_output(report):
     # Devices that divide the rows only exchange whether all rows are done and, before the loop, whether any row uses
     # top-k or top-p; under shard_map they exchange nothing.
     assert texts["automatic, rows, plain"]["exchanges"] == {"all-reduce": 1}
+    # Devices that divide the weights only add up sums, and collect embeddings: once in prefill, once in the loop.
+    assert texts["automatic, weights, plain"]["exchanges"].keys() == {"all-reduce", "all-gather"}
+    assert texts["automatic, weights, plain"]["exchanges"]["all-gather"] == 2
     assert texts["explicit, rows"]["exchanges"] == texts["explicit, rows, tree"]["exchanges"] == {"all-reduce": 2}
     assert texts["shard_map"]["exchanges"] == texts["shard_map, dynamic tree"]["exchanges"] == {}
     assert len(groups["traced"]) > 10 and not any(groups["traced"].values()), groups["traced"]
     for kind, parts in groups["loaded"].items():
         assert parts == COLUMNS | ROWS["int4" if "int4" in kind else "int8"] | NORMS, kind
-    assert not _wrong(groups["head"])
+    assert not _wrong(groups["head"]) and not _wrong(groups["changed"]), groups["changed"]
     assert groups["refused"].keys() == REFUSED.keys()
     for case, found in groups["refused"].items():
         assert str(found).startswith(REFUSED[case]), found

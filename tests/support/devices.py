@@ -17,17 +17,18 @@ from jax.sharding import PartitionSpec as P
 
 import jspec
 from jspec.bundled import PAIR
-from jspec.core.sharding import place
+from jspec.core.sharding import TensorParallel, place
 from jspec.core.types import pytree
 from jspec.drafters import AutoregressiveDrafter
 from jspec.drafters.draft_length import DEFAULT
-from support import drafters, eagle_heads, toys
+from jspec.models.llama import set_placement, stored_orders
+from support import checkpoints, drafters, eagle_heads, toys
 
 NEW, K = 8, 2
 EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
 TARGET = toys.tiny_llama(0)
 DRAFT = toys.tiny_llama(1, 1, related_to=TARGET)
-QWEN = toys.tiny_llama(2, qkv_bias=True, qk_norm=True)
+QWEN = toys.tiny_llama(2, qkv_bias=True, qk_norm=True, num_attention_heads=4, num_key_value_heads=2)
 
 
 @functools.cache
@@ -72,8 +73,13 @@ def mesh_of(shape, kind):
 def placed(model, sharding):
     """Return `model` placed where `jspec.load` would put it."""
     model = jax.tree.map(lambda leaf: leaf, model)
+    if isinstance(sharding, TensorParallel):
+        set_placement(model, sharding)
+    orders = stored_orders(model)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        leaf.set_value(place(".".join(map(str, path)), np.asarray(leaf[...]), sharding))
+        name = ".".join(map(str, path))
+        array = np.asarray(leaf[...])
+        leaf.set_value(place(name, array[..., orders[name]] if name in orders else array, sharding))
     return model
 
 
@@ -172,11 +178,45 @@ def loaded(kind, bits="int8"):
     """Return how a quantized draft's weights are divided, and check that they equal those of one device."""
     model = jspec.load(PAIR / "draft", quantize=bits, sharding=jspec.tensor_parallel(mesh_of((1, 2), kind)))
     expected = nnx.to_flat_state(nnx.state(jspec.load(PAIR / "draft", quantize=bits, packed=False)))
-    found = dict(nnx.to_flat_state(nnx.state(model)))
-    assert all(np.array_equal(found[path][...], leaf[...]) for path, leaf in expected)
+    found, orders = dict(nnx.to_flat_state(nnx.state(model))), stored_orders(model)
+    assert len(orders) == 2 * len(model.layers)
+    for path, leaf in expected:
+        array, order = np.asarray(leaf[...]), orders.get(f"{'.'.join(map(str, path)).partition('.parts.')[0]}.weight")
+        assert np.array_equal(found[path][...], array if order is None else array[:, order]), path
     names = {path: f"{path[-4 if 'parts' in path else -2]}.{path[-1]}" for path in found}
     shapes = ((path, leaf[...].shape, leaf[...].addressable_shards[0].data.shape) for path, leaf in found.items())
     return {names[path]: tuple(np.floor_divide(whole, part).tolist()) for path, whole, part in shapes}
+
+
+def changed(kind):
+    """Return whether a divided model that is saved, updated or merged with an adapter has the weights of one device.
+
+    The checkpoint has as many key-value heads as devices, so the model's projections are interleaved.
+    """
+    raw = checkpoints.raw_config(num_key_value_heads=2, attention_bias=True)
+    mesh = mesh_of((1, 2), kind)
+    projection = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
+    rng, size = np.random.default_rng(0), raw["hidden_size"]
+    rows = checkpoints.tensors(raw, seed=0)["model.layers.0.self_attn.k_proj.weight"].shape[0]
+    adapter = {
+        projection.format(name): rng.normal(size=shape).astype("float32")
+        for name, shape in (("A", (2, size)), ("B", (rows, 2)))
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoints.write(Path(folder) / "first", raw, checkpoints.tensors(raw, seed=0))
+        options = {"packed": False}, {"sharding": jspec.tensor_parallel(mesh)}
+        one, divided = (jspec.load(path, **option) for option in options)
+        assert len(stored_orders(divided)) == 3 * len(divided.layers)  # two weights and a bias
+        merged = [jspec.merge_lora(model, adapter, 3.0) for model in (one, divided)]
+        pairs = [merged, (one, divided)]
+        for model in (one, divided):
+            jspec.load_weights(model, checkpoints.tensors(raw, seed=1))
+        saved = jspec.load(jspec.ModelDrafter(divided).save(Path(folder) / "saved"), packed=False)
+        restored = jspec.load(Path(folder) / "saved", sharding=jspec.tensor_parallel(mesh))
+        pairs += [(one, saved), (one, restored)]
+    logits = [[np.asarray(model(request()[0])) for model in pair] for pair in pairs]
+    assert not np.allclose(logits[0][0], logits[1][0])
+    return all(np.allclose(*pair, atol=1e-5) for pair in logits)
 
 
 def refused(sharding):
@@ -276,6 +316,7 @@ QUICK = {
     "loaded: automatic": functools.partial(loaded, AUTO),
     "loaded: explicit, int4": functools.partial(loaded, EXPLICIT, "int4"),
     "loaded: automatic, int4": functools.partial(loaded, AUTO, "int4"),
+    "changed: automatic": functools.partial(changed, AUTO),
     "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
     "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
     "head: few tokens, explicit": functools.partial(with_few_tokens, EXPLICIT),

@@ -11,6 +11,8 @@ import numpy as np
 
 import jspec
 from jspec.cluster import join, load_on_mesh
+from jspec.models.live_weights import leaves_by_name
+from jspec.models.llama import stored_orders
 from jspec.text import request_keys
 
 NEW = 10
@@ -78,15 +80,15 @@ def killed(mesh, target, draft):
 def weights(mesh, *folders):
     """Print a checksum of every weight of each model, and how many bytes of the model this process holds."""
     for model in loaded(mesh, *folders):
-        state = jax.tree.leaves(jax.tree.map(lambda leaf: leaf, model))
-        held = sum(shard.data.nbytes for leaf in state for shard in leaf.addressable_shards)
-        print(json.dumps([[_checksum(leaf) for leaf in state], held]))
+        leaves, orders = leaves_by_name(model), stored_orders(model)
+        held = sum(shard.data.nbytes for leaf in leaves.values() for shard in leaf[...].addressable_shards)
+        print(json.dumps([[_checksum(leaf[...], orders.get(name)) for name, leaf in leaves.items()], held]))
 
 
-def _checksum(leaf):
-    """Return a sum of all values, each with a weight that depends on its position."""
+def _checksum(leaf, order):
+    """Return a sum of all values, each with a weight that depends on its position side by side."""
     weights = jax.numpy.cos(jax.numpy.arange(leaf.size).reshape(leaf.shape) * 0.7)
-    return float((leaf * weights).sum())
+    return float((leaf * (weights if order is None else weights[..., order])).sum())
 
 
 def main():
