@@ -24,6 +24,7 @@ def plan(
         str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer, or a block drafter.")
     ] = None,
     device: Annotated[str | None, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
+    devices: Annotated[int, option("--devices", "N", "Devices that divide both models.", min=1)] = 1,
     batch: Annotated[int, option("--batch", "N", "Number of sequences.", min=1)] = 1,
     length: Annotated[
         int | None,
@@ -64,7 +65,7 @@ def plan(
         from jspec.planning.plan import NO_ROOM
 
         set_status("Reading configurations")
-        requests: dict[str, Any] = {"batch": batch, "length": length, "acceptance": acceptance}
+        requests: dict[str, Any] = {"num_devices": devices, "batch": batch, "length": length, "acceptance": acceptance}
         options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "quantize": quantize}
         found = jspec.plan(where.target, where.draft, device=device, **requests, **options)
     advice = report.plan_advice(found)

@@ -6,6 +6,8 @@ from typing import Protocol, cast
 
 # The assumed fixed overhead of a kernel in seconds, even within a GPU's command buffer. On an H200, it is 2.1 us.
 LAUNCH = 2e-6
+# The assumed fixed duration of an all-reduce between the GPUs of one machine, in seconds.
+ALL_REDUCE = 10e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Device:
         dtype: the dtype of weights on this device.
         launch: the fixed overhead of a kernel, in seconds.
         bandwidth_share: the fraction of `bandwidth` that kernels reach; 1 if not measured (`bench.gpu.fit`).
+        link_bandwidth: the published bandwidth to the other devices of a machine, in bytes per second and direction.
         kinds: other names that JAX uses for the device (``jax.devices()[0].device_kind``).
     """
 
@@ -32,6 +35,7 @@ class Device:
     dtype: str = "bfloat16"
     launch: float = LAUNCH
     bandwidth_share: float = 1.0
+    link_bandwidth: float = 32e9
     kinds: tuple[str, ...] = ()
 
     @property
@@ -41,13 +45,19 @@ class Device:
 
 
 DEVICES = {
-    "h200": Device("NVIDIA H200", "cuda", 4.8e12, 989e12, 141e9, launch=2.1e-6, bandwidth_share=0.96),
-    "h100": Device("NVIDIA H100 80GB HBM3", "cuda", 3.35232e12, 989e12, 84_929_347_584),
-    "a100": Device("NVIDIA A100-SXM4-80GB", "cuda", 2.039e12, 312e12, 84_987_740_160),
+    "h200": Device(
+        "NVIDIA H200", "cuda", 4.8e12, 989e12, 141e9, launch=2.1e-6, bandwidth_share=0.96, link_bandwidth=450e9
+    ),
+    "h100": Device("NVIDIA H100 80GB HBM3", "cuda", 3.35232e12, 989e12, 84_929_347_584, link_bandwidth=450e9),
+    "a100": Device("NVIDIA A100-SXM4-80GB", "cuda", 2.039e12, 312e12, 84_987_740_160, link_bandwidth=300e9),
     "l4": Device("NVIDIA L4", "cuda", 0.300e12, 121e12, 23_669_440_512),
-    "t4": Device("Tesla T4", "cuda", 0.320e12, 65e12, 15_828_320_256, "float16"),
-    "v5e": Device("TPU v5e", "tpu", 0.819e12, 197e12, 16 * 2**30, launch=0.0, kinds=("TPU v5 lite",)),
-    "v6e": Device("TPU v6e", "tpu", 1.640e12, 918e12, 32 * 2**30, launch=0.0, kinds=("TPU v6 lite",)),
+    "t4": Device("Tesla T4", "cuda", 0.320e12, 65e12, 15_828_320_256, "float16", link_bandwidth=16e9),
+    "v5e": Device(
+        "TPU v5e", "tpu", 0.819e12, 197e12, 16 * 2**30, launch=0.0, link_bandwidth=100e9, kinds=("TPU v5 lite",)
+    ),
+    "v6e": Device(
+        "TPU v6e", "tpu", 1.640e12, 918e12, 32 * 2**30, launch=0.0, link_bandwidth=224e9, kinds=("TPU v6 lite",)
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The memory that models and decoding need, computed from configurations without loading or running a model.
+"""The memory that models and decoding need on a device, computed from configurations without loading a model.
 
 Weights and caches are counted exactly, and temporaries are estimated. Shapes use the letters of `jspec.core.types`.
 """
@@ -14,6 +14,7 @@ from jspec.planning.block_costs import BlockWeights
 
 _FLOAT32, _HEAD = 4, "lm_head.weight"
 _BITS = {"int8": 8, "int4": 4}
+_DIVIDED_OUTPUTS = "qkv_proj.weight", "gate_up_proj.weight"  # several devices divide the inputs of other matrices
 # Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
 # layer keeps the larger of two sets of arrays: the scores ``[B, H, P, P]``, both in float32 and in the dtype of the
@@ -23,18 +24,20 @@ PROB_ARRAYS, MLP_ROWS = 3, 3
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model's weights on a device.
+    """A model's weights on a device, or its share of them if several devices divide the model.
 
     Attributes:
         itemsize: the number of bytes per value in weights, activations and cache.
         quantized: "int8" or "int4" if matrices are quantised as on a GPU or TPU. See `jspec.quantize`.
         num_outputs: the number of tokens in a separate output head; None for the output head that `config` describes.
+        num_devices: the number of devices that divide each matrix. See `jspec.tensor_parallel`.
     """
 
     config: LlamaConfig
     itemsize: int
     quantized: str | None = None
     num_outputs: int | None = None
+    num_devices: int = 1
 
     @property
     def bytes(self) -> int:
@@ -79,13 +82,15 @@ class Weights:
     def cache_bytes(self, batch: int, slots: int) -> int:
         """Return the size of the KV cache across all layers, in bytes."""
         config = self.config
-        numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        heads = config.num_key_value_heads // self.num_devices
+        numbers = 2 * config.num_hidden_layers * heads * config.head_dim
         return batch * slots * numbers * self.itemsize
 
     def prefill_bytes(self, batch: int, prompt: int) -> int:
         """Return the estimated size of prefill temporaries, excluding weights and caches, in bytes. See `MLP_ROWS`."""
         scores = self.config.num_attention_heads * prompt * (_FLOAT32 + self.itemsize)
-        return batch * prompt * max(scores, MLP_ROWS * self.config.intermediate_size * self.itemsize)
+        inner = MLP_ROWS * self.config.intermediate_size * self.itemsize
+        return batch * prompt * max(scores, inner) // self.num_devices
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
         if self.quantized is None or len(shape) != 2:
@@ -101,7 +106,17 @@ class Weights:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         head = {} if self.num_outputs is None else {_HEAD: (self.num_outputs, self.config.hidden_size)}
-        return shapes(self.config) | head
+        whole = shapes(self.config) | head
+        return {name: self._share(name, shape) for name, shape in whole.items()}
+
+    def _share(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape ``[out, in]`` of a device's share of a matrix. Vectors are on every device."""
+        if len(shape) != 2:
+            return shape
+        outputs, inputs = shape
+        has_divided_outputs = name.endswith(_DIVIDED_OUTPUTS)
+        count = self.num_devices
+        return (outputs // count, inputs) if has_divided_outputs else (outputs, inputs // count)
 
 
 @dataclasses.dataclass(frozen=True)

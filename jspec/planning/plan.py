@@ -63,6 +63,7 @@ class Plan:
     Attributes:
         verdict: "speculate", "do not speculate", "quantise the draft" or "does not fit".
         device: the device that the prediction is for.
+        num_devices: the number of devices that divide both models. Memory is that of each device.
         batch, length, prompt, acceptance: the assumptions.
         plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
         plain_footprint, plain_fits: the memory needed to decode without a draft, and whether it fits.
@@ -77,6 +78,7 @@ class Plan:
 
     verdict: str
     device: Device
+    num_devices: int
     batch: int
     length: int
     prompt: int
@@ -96,6 +98,7 @@ def plan(
     draft: LlamaConfig | BlockConfig | Llama | str | Path,
     *,
     device: str | Device | None = None,
+    num_devices: int = 1,
     batch: int = 1,
     length: int | None = None,
     prompt: int | None = None,
@@ -105,16 +108,14 @@ def plan(
 ) -> Plan:
     """Predict from configurations alone what fits on a device, how fast it decodes, and how many tokens to draft.
 
-    A pass takes the longer of its memory time and its compute time, plus its kernel launches. Memory time is its bytes
-    (weights and the whole cache) over the bandwidth. Compute time is its matrix products over the peak rate,
-    excluding attention products.
-
+    A pass takes the longer of its memory time and its compute time, plus its kernel launches and exchanges. Memory time
+    is its bytes (weights and the whole cache) over the bandwidth. Compute time is its matrix products over the peak
+    rate, excluding attention products. An exchange between devices takes 10 us (assumed), plus the time of its bytes.
     A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
     rows. A block drafter has a single draft pass. A round yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1
     of Leviathan et al. 2023.
 
-    Real devices do not reach their published bandwidth, in plain decoding or drafting, so the speedup is more reliable
-    than the times. Use `jspec.tune` to measure.
+    Real devices do not reach their published bandwidth, so the speedup is more reliable than the times.
 
     Args:
         target, draft: configurations (`convert.read_config`), models, or model sources (see `load`). Only a source's
@@ -122,6 +123,7 @@ def plan(
             may also be a block drafter. If a speculators drafter's weights are missing, its embedding and head count.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
+        num_devices: the number of devices of one machine that divide both models (`jspec.tensor_parallel`).
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
@@ -130,14 +132,13 @@ def plan(
         quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
 
     Raises:
-        ValueError: an argument is out of range, the models do not fit together or have too few positions, or no device
-            with that name is known or present.
+        ValueError: an argument is out of range, the models do not fit together or have too few positions, the device is
+            unknown, or `num_devices` does not divide a model.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
     found = find(device)
-    target_weights = _weights(target, found)
-    draft_weights = _of_draft(draft, target_weights, found, quantize)
+    target_weights, draft_weights = _both_weights(target, draft, found, quantize, num_devices)
     limit = _check_models(target_weights.config, _layers(draft_weights))
     length = min(_LENGTH, limit) if length is None else length
     load = Load(found, batch, length, max(length // 2, 1) if prompt is None else prompt)
@@ -150,6 +151,7 @@ def plan(
     fits = functools.partial(_fits, load, k, target_weights, draft_weights)
     return Plan(
         verdict=_verdict(plain_fits, given, int8),
+        num_devices=num_devices,
         **vars(load),
         acceptance=acceptance,
         plain_seconds=load.plain_seconds(target_weights),
@@ -161,6 +163,30 @@ def plan(
         largest_batch=_largest(lambda batch: fits(batch=batch), 1 << 20),
         largest_length=_largest(lambda length: fits(length=length, prompt=min(load.prompt, length)), limit),
     )
+
+
+def _both_weights(
+    target: object, draft: object, device: Device, quantize: str | None, num_devices: int
+) -> tuple[Weights, Weights | BlockWeights]:
+    """Return each device's share of the weights of the target and of the draft."""
+    check_counts(num_devices=num_devices)
+    whole = _weights(target, device)
+    whole_draft = _of_draft(draft, whole, device, quantize)
+    if num_devices == 1:
+        return whole, whole_draft
+    if isinstance(whole_draft, BlockWeights):
+        raise ValueError(f"num_devices={num_devices} is not supported for block drafters; leave it out.")
+    return _share("target", whole, num_devices), _share("draft", whole_draft, num_devices)
+
+
+def _share(name: str, model: Weights, num_devices: int) -> Weights:
+    heads = model.config.num_key_value_heads
+    if heads % num_devices:
+        raise ValueError(
+            f"num_devices={num_devices} does not divide the {heads} key-value heads of the {name}; use a number that "
+            f"divides {heads}."
+        )
+    return dataclasses.replace(model, num_devices=num_devices)
 
 
 def _most(draft: Weights | BlockWeights) -> int:

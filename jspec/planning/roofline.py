@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jspec.core.devices import Device
+from jspec.core.devices import ALL_REDUCE, Device
 from jspec.planning.block_costs import BlockWeights, draft_seconds
 from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 
@@ -14,10 +14,13 @@ KERNELS_OF = {
     "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 0, "attention_bias": 1, "mlp_bias": 1},
     "float16": {"int8": 0, "int4": 6, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
 }
+# Additional kernels per layer, with one row and with several, if several devices divide the model. The exchanges
+# themselves do not count.
+KERNELS_IF_DIVIDED = {"bfloat16": (9, 15), "float16": (0, 0)}
 
 
-def kernels_a_layer(model: Weights, dtype: str) -> int:
-    """Return the number of kernels per layer of `model` on a device that computes in `dtype`."""
+def kernels_a_layer(model: Weights, dtype: str, rows: int = 1) -> int:
+    """Return the number of kernels per layer of `model`, over `rows` tokens, on a device that computes in `dtype`."""
     more, config = KERNELS_OF[dtype], model.config
     has = {
         "int8": model.quantized == "int8",
@@ -26,21 +29,35 @@ def kernels_a_layer(model: Weights, dtype: str) -> int:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    return KERNELS_A_LAYER[dtype] + sum(count for name, count in more.items() if has[name])
+    divided = KERNELS_IF_DIVIDED[dtype][rows > 1] if model.num_devices > 1 else 0
+    return KERNELS_A_LAYER[dtype] + sum(count for name, count in more.items() if has[name]) + divided
+
+
+def exchange_seconds(model: Weights, device: Device, tokens: int) -> float:
+    """Return the duration of the exchanges between devices in a pass over `tokens` tokens, in seconds.
+
+    Each layer adds up two arrays ``[tokens, E]``, and the pass one array of logits, ``float32[tokens, V]``. In a ring,
+    each of N devices sends ``2 (N - 1) / N`` times the array.
+    """
+    config, count = model.config, model.num_devices
+    sums = 2 * config.num_hidden_layers
+    sent = tokens * (sums * config.hidden_size * model.itemsize + 4 * config.vocab_size)
+    return (sums + 1) * ALL_REDUCE + 2 * (count - 1) / count * sent / device.link_bandwidth
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:
     """Return the duration of a pass of `model` over ``batch x rows`` tokens, in seconds.
 
-    The duration is the longer of the memory time and the compute time, plus the time of the kernel launches.
-    The pass reads all `slots` of the cache. Attention products are left out.
+    The duration is the longer of the memory time and the compute time, plus the time of the kernel launches and of the
+    exchanges between devices. The pass reads all `slots` of the cache. Attention products are left out.
     """
     moved = model.bytes_read + model.cache_bytes(batch, slots)
     if device.platform == "cuda":
         moved += model.product_bytes(batch * rows, device.dtype)
     multiplied = 2 * model.parameters_read * batch * rows / device.flops
-    kernels = kernels_a_layer(model, device.dtype) * model.config.num_hidden_layers + KERNELS_A_PASS
-    return max(moved / device.read_bandwidth, multiplied) + kernels * device.launch
+    kernels = kernels_a_layer(model, device.dtype, batch * rows) * model.config.num_hidden_layers + KERNELS_A_PASS
+    exchanges = exchange_seconds(model, device, batch * rows) if model.num_devices > 1 else 0.0
+    return max(moved / device.read_bandwidth, multiplied) + kernels * device.launch + exchanges
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,6 +99,14 @@ def test_json_output_equals_plan(run, folders):
     assert (line["batch"], line["length"], line["acceptance"]) == (2, 64, 0.5)
 
 
+def test_several_devices_share_both_models(run):
+    code, out, _ = run("plan", "--device", "h100", "--devices", 2, "--json")
+    expected = jspec.plan(PAIR / "target", PAIR / "draft", device="h100", num_devices=2)
+    assert code == 0 and json.loads(out)["plain_seconds"] == expected.plain_seconds
+    assert "each of 2 NVIDIA H100" in run("plan", "--device", "h100", "--devices", 2)[1]
+    assert "num_devices=5 does not divide the" in run("plan", "--device", "h100", "--devices", 5)[2]
+
+
 def test_bundled_pair_is_planned_without_models(run):
     code, out, _ = run("plan", "--device", "h100")
     assert code == 0 and "use num_draft_tokens=" in out.splitlines()[-1]

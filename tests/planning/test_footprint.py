@@ -1,11 +1,13 @@
 """Planned bytes of weights, caches and temporaries match real models' arrays and XLA's memory analysis."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 import jspec
 from bench import abstract
@@ -39,6 +41,18 @@ def test_weight_and_cache_sizes_match_model(monkeypatch, details, quantized):
     assert weights.bytes == nbytes(nnx.state(model))
     assert weights.bytes_read == weights.bytes - nbytes(nnx.state(model.embed_tokens))  # the head is a separate matrix
     assert weights.cache_bytes(3, 64) == nbytes(model.new_cache(3, 64))
+
+
+@pytest.mark.parametrize("quantized", [None, "int8", "int4"])
+def test_a_share_of_the_weights_is_that_of_tensor_parallel(quantized):
+    model, place = abstract.model(UNTIED, "bfloat16", quantized), jspec.tensor_parallel(AbstractMesh((4,), ("model",)))
+    size = {"bfloat16": 2, "float32": 4, "int8": 1, "int4": 0.5}
+    expected = 0
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        name, shape = ".".join(map(str, path)), leaf.shape
+        share = shape if "norm" in name else place(name, shape).shard_shape(shape)
+        expected += math.prod(share) * size[str(leaf.dtype)]
+    assert Weights(UNTIED, 2, quantized, num_devices=4).bytes == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
