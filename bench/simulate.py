@@ -1,0 +1,104 @@
+"""Goodput and queueing of replicas with failures, in a simulation with measured service times."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+import jspec
+from bench import plots
+from bench.report import publish
+from bench.simulation import ServiceTimes, Simulation, Workload
+from bench.subject import Subject
+from jspec.engine import Engine, Request
+
+_ROUTING = "random", "two choices", "prefix"
+_PREFIX, _QUESTION, _OUTPUT = 512, 32, 64  # tokens
+_PREFIXES = 4  # per replica
+_WAIT = 2.0  # seconds for the first token, at most, in good requests
+
+
+def run(
+    subject: Subject, slots: int, sizes: list[int], per_replica: int, load: float, failure: float, restart: float
+) -> None:
+    """Publish a table with a row for each number of replicas, routing, and with or without failures.
+
+    Args:
+        sizes: the numbers of replicas.
+        per_replica: the number of requests per replica.
+        load: the requests' share of the capacity of replicas that prefill every prefix.
+        failure: the mean time from a replica's start to its failure, in seconds.
+        restart: the time that a replica needs to start, in seconds.
+    """
+    times = measure(subject, slots, restart)
+    rows = []
+    for count in sizes:
+        work = Workload(
+            load * count * capacity(times), per_replica * count, _PREFIXES * count, _PREFIX, _QUESTION, _OUTPUT
+        )
+        for mean_time in (None, failure):
+            for routing in _ROUTING:
+                simulation = Simulation(times, work, count, routing, mean_time)
+                simulation.run()
+                rows.append(
+                    {"replicas": count, "failures": mean_time is not None, "routing": routing} | _row(simulation)
+                )
+    decode = ", ".join(f"{speed:.0f}" for speed in times.decode)
+    publish(
+        f"simulation-{subject.name}",
+        f"Simulated replicas of {subject.name} with {slots} slots, at {load:.0%} of their capacity",
+        rows,
+        plots.bars("routing", "good"),
+        notes=[
+            f"Measured: {times.prefill:.0f} tokens/s of prefill; with 1, 2, ... requests, {decode} tokens/s of each.",
+            f"A replica fails every {failure:g} s on average, and restarts in {restart:g} s. There are {_PREFIXES} prefixes "
+            f"per replica. A prompt has one of them ({_PREFIX} tokens) and {_QUESTION} more tokens; an output has "
+            f"{_OUTPUT} on average.",
+            f"Good requests have their first token within {_WAIT:g} s.",
+        ],
+        folder=subject.folder,
+    )
+
+
+def capacity(times: ServiceTimes) -> float:
+    """Return the requests per second that a replica serves if all its slots are busy and it prefills every prefix."""
+    work = (_PREFIX + _QUESTION) / times.prefill * times.decode[0] + _OUTPUT
+    return len(times.decode) * times.decode[-1] / work
+
+
+def _row(simulation: Simulation) -> dict[str, Any]:
+    jobs = simulation.jobs[len(simulation.jobs) // 5 :]  # without those that found idle replicas
+    first = np.array([(job.first_token or 0) - job.arrived for job in jobs])
+    queued = np.array([(job.started or 0) - job.arrived for job in jobs])
+    tokens = sum(job.output for job in simulation.jobs) / simulation.now
+    saved, prefilled = (sum(getattr(job, name) for job in jobs) for name in ("saved", "prefilled"))
+    return {
+        "tokens/s per replica": tokens / len(simulation.replicas),
+        "queued, mean s": float(queued.mean()),
+        "first token, p50 s": float(np.quantile(first, 0.5)),
+        "first token, p99 s": float(np.quantile(first, 0.99)),
+        "good": float((first <= _WAIT).mean()),
+        "prefill saved": saved / (saved + prefilled),
+        "moved": sum(job.moves for job in simulation.jobs),
+    }
+
+
+def measure(subject: Subject, slots: int, restart: float) -> ServiceTimes:
+    """Measure the speeds of prefill and of decoding with 1, 2, 4, ... requests; interpolate between them."""
+    counts = sorted({*(2**i for i in range(slots.bit_length()) if 2**i <= slots), slots})
+    (row,), _, _ = subject.request(1, 32)
+    text = tuple(int(token) for token in row)
+    long = (text * (_PREFIX // len(text) + 1))[:_PREFIX]
+    with Engine(subject.target, subject.draft, slots=slots, max_length=2 * _PREFIX) as engine:
+        prefill = min(_seconds(engine, [Request(long, 1, salt=f"prefill {i}")]) for i in range(4))
+        speeds = []
+        for count in counts:
+            requests = [Request(text, 96, jspec.SamplingParams(), salt=f"{count} {i}") for i in range(count)]
+            speeds.append(96 / min(_seconds(engine, requests) for _ in range(3)))
+    return ServiceTimes(_PREFIX / prefill, tuple(np.interp(range(1, slots + 1), counts, speeds).tolist()), restart)
+
+
+def _seconds(engine: Engine, requests: list[Request]) -> float:
+    begun = time.perf_counter()
+    engine.generate(requests)
+    return time.perf_counter() - begun
