@@ -78,7 +78,7 @@ def run(streams: int, new_tokens: int, attack: Attack, folder: Path = RESULTS) -
     }
     victims = "The ingress" if attack.victim == "ingress" else f"A random one of {attack.replicas} replicas"
     text = f"{victims} receives {attack.signal_number.name} every {attack.interval:g} seconds."
-    name = f"chaos-{attack.victim}-{attack.signal_number.name.lower()}"
+    name = f"chaos-{attack.victim}-{attack.signal_number.name.lower()}-c{attack.concurrency}-{attack.interval:g}s"
     draw = plots.columns("streams", "moved", "differing", "errors")
     publish(name, "Seeded streams while processes are lost", [row], draw, [text, *errors[:3]], folder)
 

@@ -51,9 +51,9 @@ def run(
         plots.bars("routing", "good"),
         notes=[
             f"Measured: {times.prefill:.0f} tokens/s of prefill; with 1, 2, ... requests, {decode} tokens/s of each.",
-            f"A replica fails every {failure:g} s on average, and restarts in {restart:g} s. There are {_PREFIXES} prefixes "
-            f"per replica. A prompt has one of them ({_PREFIX} tokens) and {_QUESTION} more tokens; an output has "
-            f"{_OUTPUT} on average.",
+            f"A replica fails every {failure:g} s on average, and restarts in {restart:g} s. There are {_PREFIXES} "
+            f"prefixes per replica. A prompt has one of them ({_PREFIX} tokens) and {_QUESTION} more tokens, and an "
+            f"output {_OUTPUT} on average.",
             f"Good requests have their first token within {_WAIT:g} s.",
         ],
         folder=subject.folder,
