@@ -24,8 +24,7 @@ class Replica:
     def __init__(self, make_engine: Callable[[], tuple[Engine, Grammars | None]], get_id: Callable[[], str]):
         self._engine, self._grammars = make_engine()
         self._engine.__enter__()
-        if self._grammars is not None:
-            self._engine.expect_constraints()
+        self._has_been_idle = False
         self._id = get_id()
 
     def info(self) -> ModelInfo:
@@ -62,6 +61,14 @@ class Replica:
                 request.constraint.close()
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine makes no progress. Ray Serve then replaces the replica."""
+        """Raise RuntimeError if the engine makes no progress. Ray Serve then replaces the replica.
+
+        If the replica has no requests, compile the programs for constrained requests. At the start, they would take
+        time from the requests that a lost replica has left behind.
+        """
         if trouble := self._engine.trouble():
             raise RuntimeError(trouble)
+        is_idle = not self._engine.running_requests and not self._engine.num_waiting
+        if is_idle and not self._has_been_idle and self._grammars is not None:
+            self._has_been_idle = True
+            self._engine.expect_constraints()
