@@ -23,7 +23,7 @@ from jspec.drafters.base import DraftSource
 from jspec.drafters.draft_length import DEFAULT, DraftLength
 from jspec.generation.generate import generate, speculative_generate
 from jspec.generation.scoring import logprobs
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, stored_orders
 from jspec.text.chat_template import bucket, padded
 
 try:
@@ -93,6 +93,7 @@ class JSpecRollout(BaseRollout):
         self._draft, self._keep_eos = draft, keep_eos
         self._drafting: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "accept": accept}
         self._calls, self._lock = itertools.count(), threading.Lock()
+        self._actor_orders = stored_orders(rollout_actor) if isinstance(rollout_actor, Llama) else {}
         if target is not None:
             self.update_params(nnx.state(rollout_actor, nnx.Param))
 
@@ -197,7 +198,7 @@ class JSpecRollout(BaseRollout):
             ValueError: names are missing or unknown, or a weight does not fit. See `jspec.load_weights`.
         """
         with self._lock:
-            replace_weights(self.target, params)
+            replace_weights(self.target, params, self._actor_orders)
 
     def pad_id(self) -> int:
         """Return the padding token."""

@@ -1,10 +1,11 @@
 """Weights and configurations of tunix models, under their Hugging Face names."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -13,7 +14,7 @@ from convert.errors import listing
 from convert.rope import RopeConfig
 from jspec.core.types import PyTree
 from jspec.models.live_weights import leaves_by_name, load_weights, write
-from jspec.models.llama import Llama
+from jspec.models.llama import Llama, stored_orders
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _OUTSIDE = {
@@ -82,13 +83,13 @@ def llama_from_tunix(module: nnx.Module, dtype: jnp.dtype | None = None, max_pos
     return model
 
 
-def replace_weights(model: Llama, params: PyTree) -> None:
+def replace_weights(model: Llama, params: PyTree, orders: Mapping[str, np.ndarray]) -> None:
     """Replace all weights of `model` in place, with those of a tunix module or of another `jspec.Llama`.
 
     Args:
         model: the model to update. Its weights keep their dtypes, devices and quantization.
-        params: the state of the trained module. A trained `jspec.Llama` must have been loaded with the same sharding
-            as `model`, because the sharding determines the order of the weights.
+        params: the state of the trained module.
+        orders: `jspec.models.llama.stored_orders` of a trained `jspec.Llama`; empty for other modules.
 
     Raises:
         ValueError: names are missing or unknown, or a weight does not fit. See `jspec.load_weights`.
@@ -98,8 +99,15 @@ def replace_weights(model: Llama, params: PyTree) -> None:
         return load_weights(model, hugging_face_weights(params))
     if wrong := [name for name, array in arrays.items() if array.shape != leaves[name][...].shape]:
         raise ValueError(f"The weights have unexpected shapes: {listing(wrong)}; pass the same model's weights.")
+    own_orders, side_by_side = stored_orders(model), np.arange(0)
     for name, array in arrays.items():
-        write(leaves[name], jnp.array(array, copy=True), name)  # the trainer may donate its own array
+        array = jnp.array(array, copy=True)  # the trainer may donate its own array
+        own_order, order = own_orders.get(name, side_by_side), orders.get(name, side_by_side)
+        if not np.array_equal(own_order, order):  # on the host, because an array's sharding may forbid indexing
+            host_array = np.asarray(array)
+            host_array = host_array[..., np.argsort(order)] if order.size else host_array
+            array = jnp.asarray(host_array[..., own_order] if own_order.size else host_array)
+        write(leaves[name], array, name)
     return None
 
 

@@ -80,7 +80,8 @@ class Llama(nnx.Module):
 
     Attributes:
         quantized: the kind to which `jspec.quantize` or `jspec.load` quantised the matrices; None if neither did.
-        mesh: the mesh over which `jspec.load` divided the matrices; None if it did not.
+        mesh: the mesh over which `jspec.load` divided the matrices; None if it did not. The model stays on this mesh:
+            load it again to use it on other devices.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):

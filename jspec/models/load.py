@@ -1,7 +1,8 @@
 """Checkpoint loading, which turns the arrays that `convert` reads into a `Llama`."""
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike, DTypeLike
 
 from convert import dtypes
@@ -211,13 +212,22 @@ def _placed(
         return place_parts(name, array.shape[::-1], lambda index: stored.read(index[::-1]).T, sharding)
     where = sharding_of(name, np.shape(array)[::-1], sharding)
     if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # already on the right devices
-
-        def transposed(array: Array) -> Array:
-            return (array if order is None else array[order]).T
-
-        return cast(Array, jax.jit(transposed, out_shardings=where)(array.astype(dtype)))
+        return _transposer(where, None if order is None else tuple(order.tolist()))(array.astype(dtype))
     host_array = np.asarray(array, dtype)
     return place(name, (host_array if order is None else host_array[order]).T, sharding)
+
+
+@functools.lru_cache
+def _transposer(where: Sharding, order: tuple[int, ...] | None) -> Callable[[Array], Array]:
+    """Return a compiled function that orders the rows of an array and transposes it, with results placed at `where`."""
+
+    def transpose(array: Array) -> Array:
+        return (array if order is None else array[np.array(order)]).T
+
+    run: Callable[[Array], Array] = transpose
+    if isinstance(where, NamedSharding) and (axes := where.mesh.explicit_axes):
+        run = cast(Callable[[Array], Array], jax.sharding.auto_axes(transpose, axes=axes, out_sharding=where))
+    return cast(Callable[[Array], Array], jax.jit(run, out_shardings=where))
 
 
 def _stay_packed(parts: list[PackedMatrix]) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -81,12 +82,13 @@ def _merged(
         order: the order of the matrix's outputs, from `jspec.models.llama.stored_orders`, or None.
     """
     weight = module.weight[...].T.astype(jnp.float32) if module.parts is None else widen(module.parts)
-    positions = np.arange(entry.shape[0]) if order is None else np.argsort(order)
+    changes = jnp.zeros(entry.shape, jnp.float32)
     first_row = 0
     for part in entry.parts:
         if part.hf_name in updates:
             update = updates[part.hf_name]
             change = jnp.matmul(update.b.astype(jnp.float32), update.a.astype(jnp.float32), precision="highest")
-            weight = weight.at[positions[first_row : first_row + part.rows]].add(update.scale * change)
+            changes = changes.at[first_row : first_row + part.rows].set(update.scale * change)
         first_row += part.rows
-    return weight
+    changes = changes if order is None else changes[order]
+    return weight + jax.device_put(changes, weight.sharding)

@@ -40,6 +40,21 @@ class Weights:
     num_devices: int = 1
 
     @property
+    def is_even(self) -> bool:
+        """Whether the devices can divide each matrix evenly, and into whole groups of quantised weights."""
+        for name, shape in shapes(self.config).items():
+            if len(shape) == 2 and self._divided_units(name, *shape) % self.num_devices:
+                return False
+        return True
+
+    def _divided_units(self, name: str, outputs: int, inputs: int) -> int:
+        """Return the number of outputs, inputs or groups of inputs that the devices divide."""
+        if name.endswith(_DIVIDED_OUTPUTS):
+            return outputs
+        size = inputs if self.quantized is None else group_size(inputs, self.quantized)
+        return inputs // size if size < inputs else inputs
+
+    @property
     def bytes(self) -> int:
         """The size of all weights, in bytes."""
         return sum(map(self._bytes, self._shapes().values()))

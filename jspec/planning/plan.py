@@ -186,7 +186,13 @@ def _share(name: str, model: Weights, num_devices: int) -> Weights:
             f"num_devices={num_devices} does not divide the {heads} key-value heads of the {name}; use a number that "
             f"divides {heads}."
         )
-    return dataclasses.replace(model, num_devices=num_devices)
+    share = dataclasses.replace(model, num_devices=num_devices)
+    if not share.is_even:
+        raise ValueError(
+            f"num_devices={num_devices} does not divide the matrices of the {name} evenly, or not into whole groups "
+            "of quantised weights; use fewer devices."
+        )
+    return share
 
 
 def _most(draft: Weights | BlockWeights) -> int:

@@ -37,12 +37,13 @@ def exchange_seconds(model: Weights, device: Device, tokens: int) -> float:
     """Return the duration of the exchanges between devices in a pass over `tokens` tokens, in seconds.
 
     Each layer adds up two arrays ``[tokens, E]``, and the pass one array of logits, ``float32[tokens, V]``. In a ring,
-    each of N devices sends ``2 (N - 1) / N`` times the array.
+    each of N devices sends ``2 (N - 1) / N`` times the array. The pass also collects embeddings ``[tokens, E]``, of
+    which each device sends half as much.
     """
     config, count = model.config, model.num_devices
     sums = 2 * config.num_hidden_layers
-    sent = tokens * (sums * config.hidden_size * model.itemsize + 4 * config.vocab_size)
-    return (sums + 1) * ALL_REDUCE + 2 * (count - 1) / count * sent / device.link_bandwidth
+    sent = tokens * ((sums + 0.5) * config.hidden_size * model.itemsize + 4 * config.vocab_size)
+    return (sums + 2) * ALL_REDUCE + 2 * (count - 1) / count * sent / device.link_bandwidth
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:

@@ -151,8 +151,8 @@ def test_several_devices_share_the_bytes_and_exchange_sums():
     whole, shared = (jspec.plan(BIG, SMALL, device="h100", num_devices=count) for count in (1, 8))
     layers, norms = BIG.num_hidden_layers, 2 * BIG.hidden_size * (2 * BIG.num_hidden_layers + 1)
     read = (Weights(BIG, 2).bytes_read - norms + Weights(BIG, 2).cache_bytes(1, 4104)) / 8 + norms
-    sent = 2 * 7 / 8 * (2 * layers * BIG.hidden_size * 2 + BIG.vocab_size * 4)
-    exchanges, launches = (2 * layers + 1) * 10e-6 + sent / 450e9, (19 * layers + 14 + 26) * 2e-6
+    sent = 2 * 7 / 8 * (2 * layers * BIG.hidden_size * 2 + BIG.hidden_size + BIG.vocab_size * 4)
+    exchanges, launches = (2 * layers + 2) * 10e-6 + sent / 450e9, (19 * layers + 14 + 26) * 2e-6
     assert shared.plain_seconds == pytest.approx(read / H100.bandwidth + exchanges + launches, rel=1e-9)
     assert (whole.num_devices, shared.num_devices) == (1, 8)
     assert shared.plain_footprint.caches * 8 == whole.plain_footprint.caches
@@ -288,6 +288,11 @@ GOOD = {"target": BIG, "draft": SMALL, "device": "h100", "length": 64}
             "num_devices",
             3,
             "num_devices=3 does not divide the 8 key-value heads of the target; use a number that divides 8",
+        ),
+        (
+            "target",
+            dataclasses.replace(BIG, intermediate_size=8196),
+            "num_devices=8 does not divide the matrices of the",
         ),
         ("num_devices", 0, "num_devices must be an int of at least 1; got 0"),
         ("device", "h1000", "no device 'h1000'; choose one of h200, h100, a100, l4, t4, v5e, v6e"),

@@ -24,7 +24,7 @@ class Replica:
     def __init__(self, make_engine: Callable[[], tuple[Engine, Grammars | None]], get_id: Callable[[], str]):
         self._engine, self._grammars = make_engine()
         self._engine.__enter__()
-        self._has_been_idle = False
+        self._has_decoded = self._expects_constraints = False
         self._id = get_id()
 
     def info(self) -> ModelInfo:
@@ -45,6 +45,7 @@ class Replica:
             loop.call_soon_threadsafe(grown.set)
 
         active = self._engine.submit(request, listen)
+        self._has_decoded = True
         deltas = DeltaReader(active, self._id)
         try:
             while (delta := deltas.next()).values["finish_reason"] is None:
@@ -63,12 +64,12 @@ class Replica:
     def check_health(self) -> None:
         """Raise RuntimeError if the engine makes no progress. Ray Serve then replaces the replica.
 
-        If the replica has no requests, compile the programs for constrained requests. At the start, they would take
-        time from the requests that a lost replica has left behind.
+        If the replica has finished all its requests, begin to compile the programs for constrained requests. Before
+        its first requests, this would take time from those that a lost replica has left behind.
         """
         if trouble := self._engine.trouble():
             raise RuntimeError(trouble)
         is_idle = not self._engine.running_requests and not self._engine.num_waiting
-        if is_idle and not self._has_been_idle and self._grammars is not None:
-            self._has_been_idle = True
+        if self._has_decoded and is_idle and self._grammars is not None and not self._expects_constraints:
+            self._expects_constraints = True
             self._engine.expect_constraints()

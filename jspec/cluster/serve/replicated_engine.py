@@ -179,7 +179,7 @@ class ReplicatedEngine:
         return [active.result for active in active_requests]
 
     def expect_constraints(self) -> None:
-        """Do nothing: replicas compile their programs when they start."""
+        """Do nothing: each replica compiles these programs when it is first idle."""
 
     @property
     def running_requests(self) -> list[ReplicatedRequest]:
