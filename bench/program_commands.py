@@ -123,8 +123,8 @@ def simulate(
     slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
     replicas: Annotated[list[int], typer.Option("--replicas", min=1, help="May be repeated.")] = [1, 10, 1000],  # noqa: B006
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests per replica.")] = 100,
-    load: Annotated[float, typer.Option("--load", help="Share of the capacity without cached prefixes.")] = 0.8,
-    failure: Annotated[float, typer.Option("--failure", help="Mean seconds until a replica fails.")] = 600,
+    load: Annotated[float, typer.Option("--load", help="Share of the capacity without cached prefixes.")] = 0.9,
+    failure: Annotated[float, typer.Option("--failure", help="Mean seconds until a replica fails.")] = 120,
     restart: Annotated[float, typer.Option("--restart", help="Seconds that a replica needs to start.")] = 30,
 ) -> None:
     """Simulate replicas with failures, from measured service times: goodput, queueing, routing. Needs Ray."""

@@ -13,7 +13,7 @@ from bench.subject import Subject
 from jspec.engine import Engine, Request
 
 _ROUTING = "random", "two choices", "prefix"
-_PREFIX, _QUESTION, _OUTPUT = 512, 32, 64  # tokens
+_PREFIX, _QUESTION, _OUTPUT = 512, 32, 256  # tokens
 _PREFIXES = 4  # per replica
 _WAIT = 2.0  # seconds for the first token, at most, in good requests
 

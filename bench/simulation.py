@@ -84,14 +84,40 @@ class Job:
     finished: float | None = None
 
 
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """A slot, with its running job if any, and the prefix of its text. `used` is when its last job started."""
+
+    prefix: int | None = None
+    job: Job | None = None
+    used: float = 0.0
+
+    @property
+    def holds_prefix(self) -> bool:
+        """Whether the prefix has been prefilled."""
+        return self.prefix is not None and (self.job is None or self.job.prefill == 0)
+
+
 class Replica:
-    """A replica with its running jobs, and the prefix that each of its slots holds, from the oldest."""
+    """A replica, its slots, and its running jobs."""
 
     def __init__(self, number: int, slots: int):
         self.replica_id = SimpleNamespace(unique_id=str(number))
+        self.slots = [Slot() for _ in range(slots)]
         self.jobs: list[Job] = []
-        self.cached: deque[int] = deque(maxlen=slots)
         self.is_alive, self.updated, self.version = True, 0.0, 0
+
+    def assign_slot(self, job: Job, now: float) -> bool:
+        """Give `job` a free slot, and return whether its prefix need not be prefilled.
+
+        A slot that holds the prefix comes first, then the least recently used one. A running slot's prefix is copied.
+        """
+        free = sorted((slot for slot in self.slots if slot.job is None), key=lambda slot: slot.used)
+        held = [slot for slot in self.slots if slot.prefix == job.prefix and slot.holds_prefix]
+        slot = next((slot for slot in held if slot.job is None), free[0])
+        slot.prefix, slot.job, slot.used = job.prefix, job, now
+        self.jobs.append(job)
+        return bool(held)
 
 
 class Simulation:
@@ -123,6 +149,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._finished = 0
+        self._alive = [*self.replicas]
 
     def run(self) -> None:
         """Simulate until all requests have finished."""
@@ -155,7 +182,7 @@ class Simulation:
             self._start(job, self._choose(job))
 
     def _choose(self, job: Job) -> Replica:
-        alive = [replica for replica in self.replicas if replica.is_alive]
+        alive = self._alive
         message = job.message if self.routing == "prefix" else None
         for _ in range(_ATTEMPTS):
             if self.routing == "random":
@@ -171,16 +198,12 @@ class Simulation:
     def _start(self, job: Job, replica: Replica) -> None:
         self._advance(replica)
         work = self.workload
-        is_cached = job.prefix in replica.cached
-        if is_cached:
-            replica.cached.remove(job.prefix)
-            job.saved += work.prefix
-        replica.cached.append(job.prefix)
+        is_cached = replica.assign_slot(job, self.now)
+        job.saved += work.prefix if is_cached else 0
         tokens = work.question + job.delivered + (0 if is_cached else work.prefix)
         job.prefilled += tokens
         job.prefill, job.decode = tokens / self.times.prefill * self.times.decode[0], float(job.output - job.delivered)
         job.started = self.now if job.started is None else job.started
-        replica.jobs.append(job)
         self.free -= 1
         pending = SimpleNamespace(args=(job.message,), metadata=SimpleNamespace(internal_request_id=str(id(job))))
         self.router.on_request_routed(pending, replica.replica_id, None)
@@ -223,6 +246,7 @@ class Simulation:
 
     def _leave(self, job: Job, replica: Replica) -> None:
         replica.jobs.remove(job)
+        next(slot for slot in replica.slots if slot.job is job).job = None
         self.free += 1
         self.router.on_request_completed(replica.replica_id, str(id(job)))
 
@@ -240,13 +264,15 @@ class Simulation:
             self._leave(job, replica)
             self.waiting.appendleft(job)
         replica.is_alive, replica.version = False, replica.version + 1
-        replica.cached.clear()
+        self._alive.remove(replica)
+        replica.slots = [Slot() for _ in replica.slots]
         self.free -= len(self.times.decode)
         self._at(self.now + self.times.restart, lambda: self._restart(replica))
         self._dispatch()
 
     def _restart(self, replica: Replica) -> None:
         replica.is_alive, replica.updated = True, self.now
+        self._alive.append(replica)
         self.free += len(self.times.decode)
         self._plan_failure(replica)
         self._dispatch()

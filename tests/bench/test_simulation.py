@@ -51,12 +51,15 @@ def test_failures_lose_nothing(routing):
         job.finished > job.first_token >= job.started >= job.arrived for job in done.jobs
     )
     assert all(job.delivered == job.output for job in done.jobs) and not any(replica.jobs for replica in done.replicas)
-    assert moved and all(job.prefilled + job.saved >= 2 * (512 + 32) for job in moved)
+    assert len(moved) > 10
+    texts = [(job.prefilled + job.saved - (job.moves + 1) * (512 + 32), job.moves * job.output) for job in moved]
+    assert all(0 <= again <= most for again, most in texts) and sum(again for again, _ in texts) > 0
+    assert all(job.prefilled + job.saved == 512 + 32 for job in done.jobs if not job.moves)
     assert done.free == 8 * sum(replica.is_alive for replica in done.replicas) and not done.waiting
 
 
 def test_prefix_routing_saves_prefill_and_two_choices_save_waiting(report):
-    """All routings share the load when there is one replica; with many, only prefix routing finds prefixes."""
+    """With many replicas, only prefix routing finds prefixes."""
     figures = {}
     for routing in ("random", "two choices", "prefix"):
         jobs = simulated(TIMES, workload(20), 20, routing).jobs
