@@ -98,13 +98,13 @@ def plan(
     draft: LlamaConfig | BlockConfig | Llama | str | Path,
     *,
     device: str | Device | None = None,
-    num_devices: int = 1,
     batch: int = 1,
     length: int | None = None,
     prompt: int | None = None,
     acceptance: float = 0.8,
     num_draft_tokens: int | None = None,
     quantize: str | None = None,
+    num_devices: int = 1,
 ) -> Plan:
     """Predict from configurations alone what fits on a device, how fast it decodes, and how many tokens to draft.
 
@@ -123,13 +123,13 @@ def plan(
             may also be a block drafter. If a speculators drafter's weights are missing, its embedding and head count.
         device: a name in ``jspec.core.devices.DEVICES``, a `jspec.core.devices.Device`, or None for the current device.
             Weights and cache have the device's dtype, even if a model's weights are packed in GGUF's blocks.
-        num_devices: the number of devices of one machine that divide both models (`jspec.tensor_parallel`).
         batch: the number of sequences decoded at once.
         length: the number of positions in each sequence, prompt included. The default is 4096 or the models' limit.
         prompt: the number of these positions that are prefilled at once. The default is half of `length`.
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
         num_draft_tokens: K, in 1..16, or up to a block drafter's maximum if that is lower. None chooses the fastest K.
         quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
+        num_devices: the number of devices of one machine that divide both models (`jspec.tensor_parallel`).
 
     Raises:
         ValueError: an argument is out of range, the models do not fit together or have too few positions, the device is

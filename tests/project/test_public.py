@@ -164,7 +164,7 @@ def test_public_signatures_are_pinned():
     options = ["max_new_tokens", "sampling", "max_draft_tokens", "max_nodes", "accept"]
     expected = [(n, False) for n in ["target", "draft", *batch]] + [(n, True) for n in options]
     assert parameters(jspec.tune) == expected
-    options = ["device", "batch", "length", "prompt", "acceptance", "num_draft_tokens", "quantize"]
+    options = ["device", "batch", "length", "prompt", "acceptance", "num_draft_tokens", "quantize", "num_devices"]
     assert parameters(jspec.plan) == [(n, False) for n in ["target", "draft"]] + [(n, True) for n in options]
     assert inspect.signature(jspec.quantize).parameters["kind"].default == "int8"
     options = ["dtype", "quantize", "sharding", "packed", "activation_bits"]
