@@ -15,6 +15,7 @@ from jspec.engine import Engine, Request
 _ROUTING = "random", "two choices", "prefix"
 _PREFIX, _QUESTION, _OUTPUT = 512, 32, 256  # tokens
 _PREFIXES = 4  # per replica
+_LEAST = 4000  # requests
 _WAIT = 2.0  # seconds for the first token, at most, in good requests
 
 
@@ -25,7 +26,7 @@ def run(
 
     Args:
         sizes: the numbers of replicas.
-        per_replica: the number of requests per replica.
+        per_replica: the number of requests per replica. There are at least 4,000 in all.
         load: the requests' share of the capacity of replicas that prefill every prefix.
         failure: the mean time from a replica's start to its failure, in seconds.
         restart: the time that a replica needs to start, in seconds.
@@ -45,7 +46,7 @@ def run(
                 )
     decode = ", ".join(f"{speed:.0f}" for speed in times.decode)
     publish(
-        f"simulation-{subject.name}",
+        f"simulation-{subject.name}-load-{load:g}",
         f"Simulated replicas of {subject.name} with {slots} slots, at {load:.0%} of their capacity",
         rows,
         plots.bars("routing", "good"),
