@@ -34,9 +34,8 @@ def run(
     times = measure(subject, slots, restart)
     rows = []
     for count in sizes:
-        work = Workload(
-            load * count * capacity(times), per_replica * count, _PREFIXES * count, _PREFIX, _QUESTION, _OUTPUT
-        )
+        rate, requests = load * count * capacity(times), max(_LEAST, per_replica * count)
+        work = Workload(rate, requests, _PREFIXES * count, _PREFIX, _QUESTION, _OUTPUT)
         for mean_time in (None, failure):
             for routing in _ROUTING:
                 simulation = Simulation(times, work, count, routing, mean_time)
