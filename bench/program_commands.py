@@ -122,13 +122,17 @@ def simulate(
     output: Output = None,
     slots: Annotated[int, typer.Option("--slots", min=1)] = 8,
     replicas: Annotated[list[int], typer.Option("--replicas", min=1, help="May be repeated.")] = [1, 10, 1000],  # noqa: B006
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests per replica.")] = 100,
-    load: Annotated[float, typer.Option("--load", help="Share of the capacity without cached prefixes.")] = 0.9,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, help="Requests per replica; at least 4,000 in all.")
+    ] = 100,
+    load: Annotated[
+        float, typer.Option("--load", help="Request rate, as a share of the capacity without caches.")
+    ] = 0.9,
     failure: Annotated[float, typer.Option("--failure", help="Mean seconds until a replica fails.")] = 120,
     restart: Annotated[float, typer.Option("--restart", help="Seconds that a replica needs to start.")] = 30,
 ) -> None:
-    """Simulate replicas with failures, from measured service times: goodput, queueing, routing. Needs Ray."""
-    need("ray", 'The simulation uses the router for Ray, which is not installed; run pip install -e ".[ray]"')
+    """Simulate goodput, queueing and routing of replicas that fail, from measured service times. Needs Ray."""
+    need("ray", 'The simulation needs Ray, which is not installed; run pip install -e ".[ray]"')
     from bench import simulate
 
     subject = measured(96, pair, target, draft, None, output)

@@ -1,4 +1,4 @@
-"""Goodput and queueing of replicas with failures, in a simulation with measured service times."""
+"""A simulation of goodput and queueing in replicas with failures, from measured service times."""
 
 import time
 from typing import Any
@@ -22,12 +22,12 @@ _WAIT = 2.0  # seconds for the first token, at most, in good requests
 def run(
     subject: Subject, slots: int, sizes: list[int], per_replica: int, load: float, failure: float, restart: float
 ) -> None:
-    """Publish a table with a row for each number of replicas, routing, and with or without failures.
+    """Publish a table with a row for each number of replicas and each routing, with and without failures.
 
     Args:
         sizes: the numbers of replicas.
         per_replica: the number of requests per replica. There are at least 4,000 in all.
-        load: the requests' share of the capacity of replicas that prefill every prefix.
+        load: the request rate, as a share of the capacity of replicas that prefill every prefix.
         failure: the mean time from a replica's start to its failure, in seconds.
         restart: the time that a replica needs to start, in seconds.
     """
@@ -50,11 +50,11 @@ def run(
         rows,
         plots.bars("routing", "good"),
         notes=[
-            f"Measured: {times.prefill:.0f} tokens/s of prefill; with 1, 2, ... requests, {decode} tokens/s of each.",
-            f"A replica fails every {failure:g} s on average, and restarts in {restart:g} s. There are {_PREFIXES} "
-            f"prefixes per replica. A prompt has one of them ({_PREFIX} tokens) and {_QUESTION} more tokens, and an "
-            f"output {_OUTPUT} on average.",
-            f"Good requests have their first token within {_WAIT:g} s.",
+            f"Measured: {times.prefill:.0f} tokens/s of prefill; {decode} tokens/s for each of 1, 2, ... requests.",
+            f"With failures, a replica fails {failure:g} s after its start on average, and takes {restart:g} s to "
+            f"restart. There are {_PREFIXES} prefixes per replica. A prompt has a prefix ({_PREFIX} tokens) and "
+            f"{_QUESTION} more tokens. An output has about {_OUTPUT} tokens on average.",
+            f"A request is good if its first token arrives within {_WAIT:g} s.",
         ],
         folder=subject.folder,
     )

@@ -1,7 +1,7 @@
-"""A discrete-event simulation of replicas that serve requests, fail and restart. The shipped router routes requests.
+"""A discrete-event simulation of replicas that serve requests, fail and restart, with jspec's own router.
 
-A replica decodes all its running requests at once. Its speed depends only on their number. The prefill of a request
-takes as long as the number of tokens that a lone request would have decoded in the same time.
+A replica decodes all its running requests at once. Its speed depends only on their number. A prefill counts as the
+number of tokens that a lone request would decode in the time of the prefill. "random" routing bypasses the router.
 """
 
 import dataclasses
@@ -39,14 +39,14 @@ class ServiceTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Random requests. They arrive independently of each other. Each shares its prefix with others.
+    """Random requests, which arrive as a Poisson process and share a limited number of prefixes.
 
     Attributes:
         rate: the requests per second, over all replicas.
         count: the number of requests.
         prefixes: the number of different prefixes.
         prefix, question: the number of tokens in a prefix, and in what follows it.
-        output: the mean number of new tokens, which has a geometric distribution.
+        output: the mean of the exponential distribution from which numbers of new tokens are drawn, before rounding up.
     """
 
     rate: float
@@ -63,7 +63,7 @@ class Job:
 
     Attributes:
         output: the number of new tokens.
-        prefill, decode: the work that is left, in tokens decoded.
+        prefill, decode: the remaining work, in decoded tokens.
         delivered: the number of new tokens when the request last moved, or at its end.
         saved, prefilled: the numbers of tokens that replicas already held, and that they prefilled.
         moves: how often the request moved to another replica.
@@ -108,7 +108,7 @@ class Replica:
         self.is_alive, self.updated, self.version = True, 0.0, 0
 
     def assign_slot(self, job: Job, now: float) -> bool:
-        """Give `job` a free slot, and return whether its prefix need not be prefilled.
+        """Give `job` a free slot, and return whether its prefix is cached.
 
         A slot that holds the prefix comes first, then the least recently used one. A running slot's prefix is copied.
         """
@@ -154,15 +154,15 @@ class Simulation:
     def run(self) -> None:
         """Simulate until all requests have finished."""
         random.seed(self.random.random())  # the router's source
-        self._at(self.random.expovariate(self.workload.rate), self._arrive)
+        self._schedule(self.random.expovariate(self.workload.rate), self._arrive)
         for replica in self.replicas:
-            self._plan_failure(replica)
+            self._schedule_failure(replica)
         while self._finished < self.workload.count:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
+            self.now, _, event = heapq.heappop(self._events)
+            event()
 
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), happen))
+    def _schedule(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), event))
 
     def _arrive(self) -> None:
         work, draw = self.workload, self.random
@@ -173,7 +173,7 @@ class Simulation:
         self.jobs.append(Job(self.now, prefix, message, output))
         self.waiting.append(self.jobs[-1])
         if len(self.jobs) < work.count:
-            self._at(self.now + draw.expovariate(work.rate), self._arrive)
+            self._schedule(self.now + draw.expovariate(work.rate), self._arrive)
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -207,7 +207,7 @@ class Simulation:
         self.free -= 1
         pending = SimpleNamespace(args=(job.message,), metadata=SimpleNamespace(internal_request_id=str(id(job))))
         self.router.on_request_routed(pending, replica.replica_id, None)
-        self._plan_progress(replica)
+        self._schedule_progress(replica)
 
     def _advance(self, replica: Replica) -> None:
         """Let the running jobs of `replica` progress until now."""
@@ -221,13 +221,13 @@ class Simulation:
     def _speed(self, replica: Replica) -> float:
         return self.times.decode[len(replica.jobs) - 1] if replica.jobs else 0.0
 
-    def _plan_progress(self, replica: Replica) -> None:
-        """Plan the next time at which a running job of `replica` ends its prefill or its decoding."""
+    def _schedule_progress(self, replica: Replica) -> None:
+        """Schedule the next time at which a running job of `replica` ends its prefill or its decoding."""
         replica.version += 1
         if replica.jobs:
             left = min(job.prefill if job.prefill > 0 else job.decode for job in replica.jobs)
             version = replica.version
-            self._at(self.now + max(left, 0.0) / self._speed(replica), lambda: self._progress(replica, version))
+            self._schedule(self.now + max(left, 0.0) / self._speed(replica), lambda: self._progress(replica, version))
 
     def _progress(self, replica: Replica, version: int) -> None:
         if version != replica.version:
@@ -241,7 +241,7 @@ class Simulation:
                 job.finished, job.delivered = self.now, job.output
                 self._finished += 1
                 self._leave(job, replica)
-        self._plan_progress(replica)
+        self._schedule_progress(replica)
         self._dispatch()
 
     def _leave(self, job: Job, replica: Replica) -> None:
@@ -250,10 +250,10 @@ class Simulation:
         self.free += 1
         self.router.on_request_completed(replica.replica_id, str(id(job)))
 
-    def _plan_failure(self, replica: Replica) -> None:
+    def _schedule_failure(self, replica: Replica) -> None:
         if self.mean_time_to_failure is not None:
             wait = self.random.expovariate(1 / self.mean_time_to_failure)
-            self._at(self.now + wait, lambda: self._fail(replica))
+            self._schedule(self.now + wait, lambda: self._fail(replica))
 
     def _fail(self, replica: Replica) -> None:
         """End a replica. Its requests continue on others, before those that are waiting."""
@@ -267,14 +267,14 @@ class Simulation:
         self._alive.remove(replica)
         replica.slots = [Slot() for _ in replica.slots]
         self.free -= len(self.times.decode)
-        self._at(self.now + self.times.restart, lambda: self._restart(replica))
+        self._schedule(self.now + self.times.restart, lambda: self._restart(replica))
         self._dispatch()
 
     def _restart(self, replica: Replica) -> None:
         replica.is_alive, replica.updated = True, self.now
         self._alive.append(replica)
         self.free += len(self.times.decode)
-        self._plan_failure(replica)
+        self._schedule_failure(replica)
         self._dispatch()
 
 
@@ -284,4 +284,4 @@ def _result(coroutine: Any) -> Any:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value
-    raise RuntimeError("The router waits, so it needs an event loop.")
+    raise RuntimeError("The router waited, but the simulation has no event loop.")

@@ -18,7 +18,7 @@ class StoredArray:
         entry: the array's name and shape, and the names of the tensors that are concatenated along axis 0.
         tensors: the tensors, in the same order.
         dtype: the dtype to which the values are cast.
-        order: the rows of the concatenated tensors in the array's order; None for their own order.
+        order: for each row of the array, its index in the concatenated tensors; None if the orders are the same.
     """
 
     entry: keymap.Entry

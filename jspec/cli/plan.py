@@ -24,7 +24,9 @@ def plan(
         str | None, typer.Argument(metavar="DRAFT", help="Smaller model with the same tokenizer, or a block drafter.")
     ] = None,
     device: Annotated[str | None, choice("--device", "Device to plan for [default: this machine's].", *DEVICES)] = None,
-    devices: Annotated[int, option("--devices", "N", "Devices that divide both models.", min=1)] = 1,
+    devices: Annotated[
+        int, option("--devices", "N", "Number of devices over which both models are sharded.", min=1)
+    ] = 1,
     batch: Annotated[int, option("--batch", "N", "Number of sequences.", min=1)] = 1,
     length: Annotated[
         int | None,

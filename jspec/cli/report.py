@@ -166,9 +166,9 @@ def training_table(results: "Sequence[Result]") -> Table:
 def memory_table(plan: Plan) -> Table:
     """Return a table of the predicted memory use on the device, with and without the draft."""
     device = plan.device
-    each = f"each of {plan.num_devices} " if plan.num_devices > 1 else ""
+    before, after = (f"{plan.num_devices} x ", ", per device") if plan.num_devices > 1 else ("", "")
     title = (
-        f"{each}{device.title}, {device.dtype}: batch {plan.batch}, length {plan.length}\n"
+        f"{before}{device.title}, {device.dtype}{after}: batch {plan.batch}, length {plan.length}\n"
         f"prompt {plan.prompt}, assumed acceptance rate {plan.acceptance:g}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD)

@@ -6,8 +6,8 @@ from typing import Protocol, cast
 
 # The assumed fixed overhead of a kernel in seconds, even within a GPU's command buffer. On an H200, it is 2.1 us.
 LAUNCH = 2e-6
-# The assumed fixed duration of an all-reduce between the GPUs of one machine, in seconds.
-ALL_REDUCE = 10e-6
+# The assumed latency of an all-reduce or all-gather between the devices of one machine, in seconds.
+COLLECTIVE_LATENCY = 10e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Device:
         dtype: the dtype of weights on this device.
         launch: the fixed overhead of a kernel, in seconds.
         bandwidth_share: the fraction of `bandwidth` that kernels reach; 1 if not measured (`bench.gpu.fit`).
-        link_bandwidth: the published bandwidth to the other devices of a machine, in bytes per second and direction.
+        link_bandwidth: the published bandwidth to a machine's other devices, in bytes per second per direction. The
+            default is that of PCIe 4.0 with 16 lanes.
         kinds: other names that JAX uses for the device (``jax.devices()[0].device_kind``).
     """
 

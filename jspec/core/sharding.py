@@ -115,10 +115,10 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> TensorParallel:
     As in Megatron-LM (Shoeybi et al. 2019), the first projections of attention and MLP are split along their outputs,
     and the last projections along their inputs. The embedding and the output head are split along the hidden size, so
     every device has a token's whole distribution. All norms, including those of queries and keys, are replicated on
-    every device. XLA divides caches and activations accordingly. A layer exchanges two sums, if the size of the axis
-    divides the number of key-value heads.
+    every device. XLA divides caches, and activations inside a layer, accordingly. The residual stream is replicated.
 
-    `jspec.load` also interleaves the columns of fused projections (`jspec.models.fused_projection`).
+    If the size of the axis divides the number of key-value heads and the intermediate size, `jspec.load` interleaves
+    the columns of fused projections (`jspec.models.fused_projection`), and each layer needs only two all-reduces.
 
     Args:
         mesh: the device mesh. Weights are replicated over its other axes, if it has any.
@@ -135,10 +135,11 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> TensorParallel:
 
 
 def replicate_features(x: Array, mesh: AbstractMesh | None) -> Array:
-    """Return ``x[B, S, E]``, with whole vectors on every device of `mesh`. The rows stay where they are.
+    """Return ``x[B, S, E]`` with its last two axes replicated over `mesh`, or `x` itself if `mesh` is None.
 
-    Without this, XLA would divide the residual stream as it divides the embedding. Each projection would then have to
-    collect it, and each norm to add up sums of squares.
+    XLA chooses the sharding of the rows. Without this constraint, XLA would shard the residual stream like the
+    embedding. Each projection would then need an all-gather, and each norm an all-reduce of sums of squares. Under
+    `jax.shard_map`, return `x` itself.
     """
     context = jax.sharding.get_abstract_mesh()
     if mesh is None or context.manual_axes:

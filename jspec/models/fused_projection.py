@@ -1,7 +1,7 @@
 """Several projections of the same input, which are stored as one matrix.
 
-The matrix holds the projections side by side. If several devices share it, its columns are interleaved instead: part i
-of N consists of part i of every projection. Each device then splits its own outputs, and exchanges none of them.
+The matrix holds the projections side by side. If several devices share it, its columns are interleaved instead: shard i
+of N consists of the i-th part of every projection. Each device then splits its own outputs without communication.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jax import Array
 
 
 def split_outputs(y: Array, sizes: Sequence[int], num_shards: int) -> list[Array]:
-    """Split the outputs ``[..., sum(sizes)]`` of a fused projection into those of its parts, ``[..., sizes[i]]``."""
+    """Split the outputs ``[..., sum(sizes)]`` into those of each projection, ``[..., sizes[i]]``."""
     if num_shards == 1:
         return jnp.split(y, np.cumsum(sizes[:-1]), axis=-1)
     shards = y.reshape(*y.shape[:-1], num_shards, -1)
@@ -21,7 +21,7 @@ def split_outputs(y: Array, sizes: Sequence[int], num_shards: int) -> list[Array
 
 
 def interleaved_order(sizes: Sequence[int], num_shards: int) -> np.ndarray:
-    """Return ``int64[sum(sizes)]``: for each column of the interleaved matrix, its index when stored side by side."""
+    """Return ``int64[sum(sizes)]``: the side-by-side index of each column of the interleaved matrix."""
     starts = np.cumsum([0, *sizes[:-1]])
     parts = [start + np.arange(size).reshape(num_shards, -1) for start, size in zip(starts, sizes, strict=True)]
     return np.concatenate(parts, axis=1).ravel()

@@ -80,8 +80,8 @@ class Llama(nnx.Module):
 
     Attributes:
         quantized: the kind to which `jspec.quantize` or `jspec.load` quantised the matrices; None if neither did.
-        mesh: the mesh over which `jspec.load` divided the matrices; None if it did not. The model stays on this mesh:
-            load it again to use it on other devices.
+        mesh: the mesh of the `jspec.tensor_parallel` placement of the weights; None for any other placement. To use the
+            model on other devices, load it again.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
@@ -235,10 +235,10 @@ def set_weight(module: Linear | Embed, weight: Array) -> None:
 
 
 def set_placement(model: Llama, placement: TensorParallel) -> None:
-    """Declare how the weights of `model` are placed. Fused projections then have interleaved columns.
+    """Record the placement of the weights of `model`, without moving or reordering them.
 
-    The projections of attention stay side by side if the number of shards does not divide that of key-value heads. See
-    `jspec.models.fused_projection`.
+    The columns of a fused projection are interleaved if the number of shards divides the number of key-value heads (q,
+    k and v) or the intermediate size (gate and up). The caller stores them in the order of `stored_orders`.
     """
     config, num_shards = model.config, placement.num_shards
     model.mesh = placement.mesh if isinstance(placement.mesh, AbstractMesh) else placement.mesh.abstract_mesh
@@ -248,7 +248,7 @@ def set_placement(model: Llama, placement: TensorParallel) -> None:
 
 
 def stored_orders(model: Llama) -> dict[str, np.ndarray]:
-    """Return the order of the outputs in each array whose projections are interleaved, by the array's name."""
+    """Return a dict from the name of each interleaved array to the order of its outputs, as side-by-side indices."""
     owners = matrices(model)
     orders: dict[str, np.ndarray] = {}
     for entry in keymap.entries(model.config):

@@ -205,21 +205,21 @@ def _parts(stored: StoredParts, activation_bits: int) -> list[PackedMatrix]:
 def _placed(
     name: str, array: ArrayLike | StoredArray, dtype: jnp.dtype, sharding: Placement, order: np.ndarray | None
 ) -> Array:
-    """Return `array` on its devices, with its rows in this order, and transposed."""
+    """Return `array` on its devices, transposed, with its rows in `order` (None: unchanged)."""
     if isinstance(array, StoredArray):
         assert array.dtype == dtype
         stored = array if order is None else dataclasses.replace(array, order=order)
         return place_parts(name, array.shape[::-1], lambda index: stored.read(index[::-1]).T, sharding)
     where = sharding_of(name, np.shape(array)[::-1], sharding)
     if isinstance(array, Array) and array.sharding.device_set == where.device_set:  # already on the right devices
-        return _transposer(where, None if order is None else tuple(order.tolist()))(array.astype(dtype))
+        return _compiled_transpose(where, None if order is None else tuple(order.tolist()))(array.astype(dtype))
     host_array = np.asarray(array, dtype)
     return place(name, (host_array if order is None else host_array[order]).T, sharding)
 
 
 @functools.lru_cache
-def _transposer(where: Sharding, order: tuple[int, ...] | None) -> Callable[[Array], Array]:
-    """Return a compiled function that orders the rows of an array and transposes it, with results placed at `where`."""
+def _compiled_transpose(where: Sharding, order: tuple[int, ...] | None) -> Callable[[Array], Array]:
+    """Return a compiled function that reorders an array's rows, transposes it and places the result at `where`."""
 
     def transpose(array: Array) -> Array:
         return (array if order is None else array[np.array(order)]).T

@@ -24,13 +24,13 @@ PROB_ARRAYS, MLP_ROWS = 3, 3
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A model's weights on a device, or its share of them if several devices divide the model.
+    """The weights of a model that one device holds: all of them, or its share if the model is sharded.
 
     Attributes:
         itemsize: the number of bytes per value in weights, activations and cache.
         quantized: "int8" or "int4" if matrices are quantised as on a GPU or TPU. See `jspec.quantize`.
         num_outputs: the number of tokens in a separate output head; None for the output head that `config` describes.
-        num_devices: the number of devices that divide each matrix. See `jspec.tensor_parallel`.
+        num_devices: the number of devices over which each matrix is sharded. See `jspec.tensor_parallel`.
     """
 
     config: LlamaConfig
@@ -40,15 +40,15 @@ class Weights:
     num_devices: int = 1
 
     @property
-    def is_even(self) -> bool:
-        """Whether the devices can divide each matrix evenly, and into whole groups of quantised weights."""
+    def divides_evenly(self) -> bool:
+        """Whether every matrix can be split evenly over the devices, into whole groups if it is quantised."""
         for name, shape in shapes(self.config).items():
-            if len(shape) == 2 and self._divided_units(name, *shape) % self.num_devices:
+            if len(shape) == 2 and self._num_divisible(name, *shape) % self.num_devices:
                 return False
         return True
 
-    def _divided_units(self, name: str, outputs: int, inputs: int) -> int:
-        """Return the number of outputs, inputs or groups of inputs that the devices divide."""
+    def _num_divisible(self, name: str, outputs: int, inputs: int) -> int:
+        """Return the size of a matrix's sharded axis, in outputs, inputs or groups of inputs."""
         if name.endswith(_DIVIDED_OUTPUTS):
             return outputs
         size = inputs if self.quantized is None else group_size(inputs, self.quantized)

@@ -63,7 +63,7 @@ class Plan:
     Attributes:
         verdict: "speculate", "do not speculate", "quantise the draft" or "does not fit".
         device: the device that the prediction is for.
-        num_devices: the number of devices that divide both models. Memory is that of each device.
+        num_devices: the number of devices over which both models are sharded. Memory sizes are per device.
         batch, length, prompt, acceptance: the assumptions.
         plain_seconds: the duration of one plain decoding step in seconds. A step yields one token per row.
         plain_footprint, plain_fits: the memory needed to decode without a draft, and whether it fits.
@@ -110,7 +110,7 @@ def plan(
 
     A pass takes the longer of its memory time and its compute time, plus its kernel launches and exchanges. Memory time
     is its bytes (weights and the whole cache) over the bandwidth. Compute time is its matrix products over the peak
-    rate, excluding attention products. An exchange between devices takes 10 us (assumed), plus the time of its bytes.
+    rate, excluding attention products. An exchange is assumed to take 10 us plus its bytes over the link bandwidth.
     A round with K draft tokens has one two-row draft pass, K - 1 single-row draft passes and a verification of K + 1
     rows. A block drafter has a single draft pass. A round yields ``(1 - alpha^(K+1)) / (1 - alpha)`` tokens, equation 1
     of Leviathan et al. 2023.
@@ -129,11 +129,11 @@ def plan(
         acceptance: alpha, the probability that a draft token is accepted, in 0..1.
         num_draft_tokens: K, in 1..16, or up to a block drafter's maximum if that is lower. None chooses the fastest K.
         quantize: "int8" or "int4" to plan for a quantised draft model. `acceptance` stays as given.
-        num_devices: the number of devices of one machine that divide both models (`jspec.tensor_parallel`).
+        num_devices: the number of devices over which both models are sharded; 1 for block drafters.
 
     Raises:
         ValueError: an argument is out of range, the models do not fit together or have too few positions, the device is
-            unknown, or `num_devices` does not divide a model.
+            unknown, or a model cannot be sharded evenly over `num_devices`.
         TypeError: `device` is not a device, or a source is not a model.
         convert.CheckpointError: a source is not a checkpoint, or is not supported.
     """
@@ -175,7 +175,7 @@ def _both_weights(
     if num_devices == 1:
         return whole, whole_draft
     if isinstance(whole_draft, BlockWeights):
-        raise ValueError(f"num_devices={num_devices} is not supported for block drafters; leave it out.")
+        raise ValueError(f"num_devices={num_devices} is not supported for block drafters; use num_devices=1.")
     return _share("target", whole, num_devices), _share("draft", whole_draft, num_devices)
 
 
@@ -187,10 +187,10 @@ def _share(name: str, model: Weights, num_devices: int) -> Weights:
             f"divides {heads}."
         )
     share = dataclasses.replace(model, num_devices=num_devices)
-    if not share.is_even:
+    if not share.divides_evenly:
         raise ValueError(
-            f"num_devices={num_devices} does not divide the matrices of the {name} evenly, or not into whole groups "
-            "of quantised weights; use fewer devices."
+            f"The {name}'s matrices cannot be split into num_devices={num_devices} equal parts of whole quantisation "
+            f"groups; use a smaller divisor of {heads}."
         )
     return share
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jspec.core.devices import ALL_REDUCE, Device
+from jspec.core.devices import COLLECTIVE_LATENCY, Device
 from jspec.planning.block_costs import BlockWeights, draft_seconds
 from jspec.planning.memory import Footprint, Weights, footprint, slots_of
 
@@ -14,9 +14,8 @@ KERNELS_OF = {
     "bfloat16": {"int8": 2, "int4": 3, "qk_norm": 0, "attention_bias": 1, "mlp_bias": 1},
     "float16": {"int8": 0, "int4": 6, "qk_norm": 2, "attention_bias": 0, "mlp_bias": 0},
 }
-# Additional kernels per layer, with one row and with several, if several devices divide the model. The exchanges
-# themselves do not count.
-KERNELS_IF_DIVIDED = {"bfloat16": (9, 15), "float16": (0, 0)}
+# Additional kernels per layer of a sharded model, for one row and for several. Exchanges are not counted.
+KERNELS_IF_SHARDED = {"bfloat16": (9, 15), "float16": (0, 0)}
 
 
 def kernels_a_layer(model: Weights, dtype: str, rows: int = 1) -> int:
@@ -29,21 +28,21 @@ def kernels_a_layer(model: Weights, dtype: str, rows: int = 1) -> int:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
-    divided = KERNELS_IF_DIVIDED[dtype][rows > 1] if model.num_devices > 1 else 0
+    divided = KERNELS_IF_SHARDED[dtype][rows > 1] if model.num_devices > 1 else 0
     return KERNELS_A_LAYER[dtype] + sum(count for name, count in more.items() if has[name]) + divided
 
 
 def exchange_seconds(model: Weights, device: Device, tokens: int) -> float:
     """Return the duration of the exchanges between devices in a pass over `tokens` tokens, in seconds.
 
-    Each layer adds up two arrays ``[tokens, E]``, and the pass one array of logits, ``float32[tokens, V]``. In a ring,
-    each of N devices sends ``2 (N - 1) / N`` times the array. The pass also collects embeddings ``[tokens, E]``, of
-    which each device sends half as much.
+    Each layer all-reduces two arrays ``[tokens, E]``. The pass all-reduces its logits, ``float32[tokens, V]``, and
+    all-gathers its embeddings, ``[tokens, E]``. In a ring of N devices, each device sends ``2 (N - 1) / N`` times the
+    array in an all-reduce, and half of that in an all-gather.
     """
     config, count = model.config, model.num_devices
     sums = 2 * config.num_hidden_layers
     sent = tokens * ((sums + 0.5) * config.hidden_size * model.itemsize + 4 * config.vocab_size)
-    return (sums + 2) * ALL_REDUCE + 2 * (count - 1) / count * sent / device.link_bandwidth
+    return (sums + 2) * COLLECTIVE_LATENCY + 2 * (count - 1) / count * sent / device.link_bandwidth
 
 
 def pass_seconds(model: Weights, device: Device, batch: int, rows: int, slots: int) -> float:

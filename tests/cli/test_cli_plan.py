@@ -103,7 +103,7 @@ def test_several_devices_share_both_models(run):
     code, out, _ = run("plan", "--device", "h100", "--devices", 2, "--json")
     expected = jspec.plan(PAIR / "target", PAIR / "draft", device="h100", num_devices=2)
     assert code == 0 and json.loads(out)["plain_seconds"] == expected.plain_seconds
-    assert "each of 2 NVIDIA H100" in run("plan", "--device", "h100", "--devices", 2)[1]
+    assert "2 x NVIDIA H100" in run("plan", "--device", "h100", "--devices", 2)[1]
     assert "num_devices=5 does not divide the" in run("plan", "--device", "h100", "--devices", 5)[2]
 
 

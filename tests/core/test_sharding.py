@@ -59,7 +59,7 @@ def test_sharded_output_equals_single_device_output(report):
     # Devices that divide the rows only exchange whether all rows are done and, before the loop, whether any row uses
     # top-k or top-p; under shard_map they exchange nothing.
     assert texts["automatic, rows, plain"]["exchanges"] == {"all-reduce": 1}
-    # Devices that divide the weights only add up sums, and collect embeddings: once in prefill, once in the loop.
+    # With sharded weights, devices only all-reduce sums and all-gather embeddings: once in prefill, once in the loop.
     assert texts["automatic, weights, plain"]["exchanges"].keys() == {"all-reduce", "all-gather"}
     assert texts["automatic, weights, plain"]["exchanges"]["all-gather"] == 2
     assert texts["explicit, rows"]["exchanges"] == texts["explicit, rows, tree"]["exchanges"] == {"all-reduce": 2}

@@ -162,10 +162,12 @@ def test_several_devices_share_the_bytes_and_exchange_sums():
 def test_devices_that_do_not_divide_the_matrices_are_rejected():
     uneven = dataclasses.replace(BIG, intermediate_size=8196)
     for target, draft, name in ((uneven, SMALL, "target"), (BIG, uneven, "draft")):
-        with pytest.raises(ValueError, match=f"num_devices=8 does not divide the matrices of the {name} evenly"):
+        with pytest.raises(ValueError, match=f"The {name}'s matrices cannot be split into num_devices=8 equal parts"):
             jspec.plan(target, draft, device="h100", num_devices=8)
     grouped = dataclasses.replace(SMALL, hidden_size=896)  # seven groups of 128
-    with pytest.raises(ValueError, match="not into whole groups of quantised weights"):
+    with pytest.raises(
+        ValueError, match=r"The draft's matrices .* of whole quantisation groups; use a smaller divisor of 8"
+    ):
         jspec.plan(BIG, grouped, device="h100", num_devices=2, quantize="int4")
 
 

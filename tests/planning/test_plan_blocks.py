@@ -70,7 +70,7 @@ def test_selector_and_missing_head_are_planned():
 def test_block_for_other_target_is_rejected():
     with pytest.raises(ValueError, match="made for a target whose hidden size is 4096, but this target's is 3072"):
         jspec.plan(BIG, DSPARK, device="h100")
-    with pytest.raises(ValueError, match="num_devices=8 is not supported for block drafters; leave it out"):
+    with pytest.raises(ValueError, match="num_devices=8 is not supported for block drafters; use num_devices=1"):
         jspec.plan(QWEN, DSPARK, device="h100", num_devices=8)
     with pytest.raises(ValueError, match="num_draft_tokens must be a whole number from 1 to 7; got 8"):
         jspec.plan(QWEN, DSPARK, device="h100", num_draft_tokens=8)

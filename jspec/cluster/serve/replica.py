@@ -64,8 +64,8 @@ class Replica:
     def check_health(self) -> None:
         """Raise RuntimeError if the engine makes no progress. Ray Serve then replaces the replica.
 
-        If the replica has finished all its requests, begin to compile the programs for constrained requests. Before
-        its first requests, this would take time from those that a lost replica has left behind.
+        Once the replica is idle after its first requests, also start to compile the programs for constrained requests.
+        Compilation at its start would slow down requests that have moved from a lost replica.
         """
         if trouble := self._engine.trouble():
             raise RuntimeError(trouble)

@@ -179,7 +179,7 @@ class ReplicatedEngine:
         return [active.result for active in active_requests]
 
     def expect_constraints(self) -> None:
-        """Do nothing: each replica compiles these programs when it is first idle."""
+        """Do nothing: a replica compiles them at its first constrained request, or once it is idle after others."""
 
     @property
     def running_requests(self) -> list[ReplicatedRequest]:
