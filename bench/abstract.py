@@ -15,12 +15,14 @@ import jspec
 from bench import pairs
 from convert.config import LlamaConfig
 from convert.heads.block.config import BlockConfig
+from jspec.core.sharding import TensorParallel
 from jspec.decoding.inputs import ProgramSpec, PromptBatch
 from jspec.decoding.program import decode_program, traced
 from jspec.drafters.duck_length import as_draft_length
 from jspec.drafters.heads.block_module import Block
 from jspec.drafters.standalone.model import as_drafter
 from jspec.models.array_layout import BY_TOKEN
+from jspec.models.layers import copy_tree
 from jspec.models.llama import matrices, set_parts, set_placement
 from jspec.models.quantized_matrix import QuantizedMatrix, group_size
 from jspec.rules import RULES, Rule
@@ -122,16 +124,25 @@ def trace(target: Any, draft: Any, setting: Setting, found: np.ndarray | None = 
             jax.random.split(jax.random.key(0), batch),
         )
     )
+    if found is not None and len(found) > 1:
+        placement = jspec.tensor_parallel(Mesh(found, ("model",)))
+        target, draft = (sharded(model, placement) for model in (target, draft))
     drafter = as_drafter(draft) if length.max_draft_tokens else None
     if found is not None:
         mesh = Mesh(found, ("model",))
-        for model in (target, draft):
-            if isinstance(model, jspec.Llama) and mesh.size > 1:
-                set_placement(model, jspec.tensor_parallel(mesh))
         target, drafter, prompts = divided(target, mesh), divided(drafter, mesh), divided(prompts, mesh)
     with contextlib.nullcontext() if found is None else tracing_for(found):
         spec = ProgramSpec(setting.new_tokens, length, setting.rule)
         return decode_program.trace(target, drafter, prompts, traced(setting.sampling, (2,), 0), spec=spec)
+
+
+def sharded(model: Any, placement: TensorParallel) -> Any:
+    """Return a copy of `model` whose fused projections are stored as `placement` requires. Only models have them."""
+    if not isinstance(model, jspec.Llama):
+        return model
+    model = copy_tree(model)
+    set_placement(model, placement)
+    return model
 
 
 def tracing_for(found: np.ndarray) -> contextlib.AbstractContextManager[None]:

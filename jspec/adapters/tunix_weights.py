@@ -99,14 +99,13 @@ def replace_weights(model: Llama, params: PyTree, orders: Mapping[str, np.ndarra
         return load_weights(model, hugging_face_weights(params))
     if wrong := [name for name, array in arrays.items() if array.shape != leaves[name][...].shape]:
         raise ValueError(f"The weights have unexpected shapes: {listing(wrong)}; pass the same model's weights.")
-    own_orders, side_by_side = stored_orders(model), np.arange(0)
+    own_orders = stored_orders(model)
     for name, array in arrays.items():
         array = jnp.array(array, copy=True)  # the trainer may donate its own array
+        side_by_side = np.arange(array.shape[-1])
         own_order, order = own_orders.get(name, side_by_side), orders.get(name, side_by_side)
         if not np.array_equal(own_order, order):  # on the host, because an array's sharding may forbid indexing
-            host_array = np.asarray(array)
-            host_array = host_array[..., np.argsort(order)] if order.size else host_array
-            array = jnp.asarray(host_array[..., own_order] if own_order.size else host_array)
+            array = jnp.asarray(np.asarray(array)[..., np.argsort(order)[own_order]])
         write(leaves[name], array, name)
     return None
 

@@ -81,6 +81,10 @@ def _varying(leaf: Array) -> frozenset[Hashable]:
     return jax.typeof(leaf).manual_axis_type.varying
 
 
+# The matrices whose outputs are sharded. Others are sharded along their inputs.
+SHARDED_OUTPUTS = "qkv_proj", "gate_up_proj"
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
     """The placement that `tensor_parallel` returns: a function from a weight's name and shape to its sharding.
@@ -90,7 +94,7 @@ class TensorParallel:
         axis: the name of the mesh axis that divides the weights.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axis: str
 
     @property
@@ -103,7 +107,7 @@ class TensorParallel:
         owner = path.partition(".parts.")[0].rpartition(".")[2]
         inputs, outputs = _input_and_output_axes(leaf, shape)
         spec: list[str | None] = [None] * len(shape)
-        divided = outputs if owner in ("qkv_proj", "gate_up_proj") else inputs
+        divided = outputs if owner in SHARDED_OUTPUTS else inputs
         if divided is not None:
             spec[divided] = self.axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -134,18 +138,18 @@ def tensor_parallel(mesh: Mesh, axis: str = "model") -> TensorParallel:
     return TensorParallel(mesh, axis)
 
 
-def replicate_features(x: Array, mesh: AbstractMesh | None) -> Array:
-    """Return ``x[B, S, E]`` with its last two axes replicated over `mesh`, or `x` itself if `mesh` is None.
+def replicate_features(x: Array, placement: TensorParallel | None) -> Array:
+    """Return ``x[B, S, E]`` with its last two axes replicated over the mesh, or `x` itself if `placement` is None.
 
     XLA chooses the sharding of the rows. Without this constraint, XLA would shard the residual stream like the
     embedding. Each projection would then need an all-gather, and each norm an all-reduce of sums of squares. Under
     `jax.shard_map`, return `x` itself.
     """
     context = jax.sharding.get_abstract_mesh()
-    if mesh is None or context.manual_axes:
+    if placement is None or context.manual_axes:
         return x
     whole = PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None)
-    return lax.with_sharding_constraint(x, NamedSharding(mesh if context.empty else context, whole))
+    return lax.with_sharding_constraint(x, NamedSharding(placement.mesh if context.empty else context, whole))
 
 
 def _input_and_output_axes(leaf: str, shape: tuple[int, ...]) -> tuple[int | None, int]:

@@ -80,14 +80,14 @@ class Llama(nnx.Module):
 
     Attributes:
         quantized: the kind to which `jspec.quantize` or `jspec.load` quantised the matrices; None if neither did.
-        mesh: the mesh of the `jspec.tensor_parallel` placement of the weights; None for any other placement. To use the
-            model on other devices, load it again.
+        placement: the placement of the weights if it is a `jspec.tensor_parallel`, on an abstract mesh; None for any
+            other placement. To use the model on other devices, load it again.
     """
 
     def __init__(self, config: LlamaConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
         self.config = config
         self.quantized: str | None = None
-        self.mesh: AbstractMesh | None = None
+        self.placement: TensorParallel | None = None
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype, rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype, rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -170,7 +170,7 @@ class Llama(nnx.Module):
         """
         slots, positions = Branches.places(start, tokens.shape[1], branches)
         tables = rope_tables(positions, self.config.rope, self.config.head_dim)
-        x = replicate_features(self.embed_tokens(tokens).astype(self.dtype), self.mesh)
+        x = replicate_features(self.embed_tokens(tokens).astype(self.dtype), self.placement)
         if embeddings is not None:
             other = jnp.take(embeddings, tokens - self.config.vocab_size, axis=0, mode="clip").astype(self.dtype)
             x = jnp.where((tokens >= self.config.vocab_size)[..., None], other, x)
@@ -207,7 +207,7 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Return ``float32[B, S, V]`` for the hidden states of `forward`."""
-        return self.head.logits(replicate_features(self.norm(hidden), self.mesh))
+        return self.head.logits(replicate_features(self.norm(hidden), self.placement))
 
 
 def matrices(model: nnx.Module) -> dict[str, Linear | Embed]:
@@ -241,7 +241,8 @@ def set_placement(model: Llama, placement: TensorParallel) -> None:
     k and v) or the intermediate size (gate and up). The caller stores them in the order of `stored_orders`.
     """
     config, num_shards = model.config, placement.num_shards
-    model.mesh = placement.mesh if isinstance(placement.mesh, AbstractMesh) else placement.mesh.abstract_mesh
+    mesh = placement.mesh
+    model.placement = TensorParallel(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh, placement.axis)
     for layer in model.layers:
         layer.self_attn.qkv_proj.num_shards = 1 if config.num_key_value_heads % num_shards else num_shards
         layer.mlp.gate_up_proj.num_shards = 1 if config.intermediate_size % num_shards else num_shards

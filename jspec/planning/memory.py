@@ -8,13 +8,13 @@ import math
 
 from convert.config import LlamaConfig
 from convert.keymap import shapes
+from jspec.core.sharding import SHARDED_OUTPUTS
 from jspec.models.kv_cache import whole_tiles
 from jspec.models.quantized_matrix import MAX_REDUCTION_ROWS, ROWS_AT_ONCE, group_size
 from jspec.planning.block_costs import BlockWeights
 
 _FLOAT32, _HEAD = 4, "lm_head.weight"
 _BITS = {"int8": 8, "int4": 4}
-_DIVIDED_OUTPUTS = "qkv_proj.weight", "gate_up_proj.weight"  # several devices divide the inputs of other matrices
 # Temporaries that XLA keeps alive simultaneously, as its `memory_analysis` reports them. Tests check that these numbers
 # are within a factor of two. A round keeps 3 arrays ``float32[B, K + 2, V]`` (logits, distributions, noise). A prefill
 # layer keeps the larger of two sets of arrays: the scores ``[B, H, P, P]``, both in float32 and in the dtype of the
@@ -43,16 +43,13 @@ class Weights:
     def divides_evenly(self) -> bool:
         """Whether every matrix can be split evenly over the devices, into whole groups if it is quantised."""
         for name, shape in shapes(self.config).items():
-            if len(shape) == 2 and self._num_divisible(name, *shape) % self.num_devices:
-                return False
+            if len(shape) == 2:
+                axis = _sharded_axis(name)
+                size = group_size(shape[1], self.quantized) if self.quantized and axis == 1 else 1
+                whole_units = shape[axis] // size if size < shape[1] else shape[axis]
+                if whole_units % self.num_devices:
+                    return False
         return True
-
-    def _num_divisible(self, name: str, outputs: int, inputs: int) -> int:
-        """Return the size of a matrix's sharded axis, in outputs, inputs or groups of inputs."""
-        if name.endswith(_DIVIDED_OUTPUTS):
-            return outputs
-        size = inputs if self.quantized is None else group_size(inputs, self.quantized)
-        return inputs // size if size < inputs else inputs
 
     @property
     def bytes(self) -> int:
@@ -128,10 +125,13 @@ class Weights:
         """Return the shape ``[out, in]`` of a device's share of a matrix. Vectors are on every device."""
         if len(shape) != 2:
             return shape
-        outputs, inputs = shape
-        has_divided_outputs = name.endswith(_DIVIDED_OUTPUTS)
-        count = self.num_devices
-        return (outputs // count, inputs) if has_divided_outputs else (outputs, inputs // count)
+        axis = _sharded_axis(name)
+        return tuple(size // self.num_devices if i == axis else size for i, size in enumerate(shape))
+
+
+def _sharded_axis(name: str) -> int:
+    """Return the axis of a matrix ``[out, in]`` that `jspec.tensor_parallel` shards."""
+    return 0 if name.split(".")[-2] in SHARDED_OUTPUTS else 1
 
 
 @dataclasses.dataclass(frozen=True)

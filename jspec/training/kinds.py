@@ -25,7 +25,7 @@ from jspec.drafters import (
 )
 from jspec.drafters.base import DraftSource, kind_of, own_tree
 from jspec.generation.generate import speculative_generate
-from jspec.models.llama import Llama, widened
+from jspec.models.llama import Llama, set_placement, widened
 from jspec.training import block_training, heads
 from jspec.training import eagle_training as eagle
 from jspec.training.objective import Judge, Score, score
@@ -267,13 +267,10 @@ def of_model(target: Llama, draft_ids: np.ndarray | None, depth: int, seed: int)
     layers = range(0, len(target.layers), 6)
     config = dataclasses.replace(target.config, num_hidden_layers=len(layers), sampling=SamplingDefaults())
     made = Llama(config, jnp.float32, rngs=nnx.Rngs(seed))
-    made.mesh = target.mesh
+    if target.placement is not None:
+        set_placement(made, target.placement)
     parts = [(made.embed_tokens, target.embed_tokens), (made.norm, target.norm), (made.lm_head, target.lm_head)]
     parts += [(made.layers[i], target.layers[layer]) for i, layer in enumerate(layers)]
-    for i, layer in enumerate(layers):
-        own, source = made.layers[i], target.layers[layer]
-        own.self_attn.qkv_proj.num_shards = source.self_attn.qkv_proj.num_shards
-        own.mlp.gate_up_proj.num_shards = source.mlp.gate_up_proj.num_shards
     for own, source in parts:
         if own is not None:
             nnx.update(own, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), nnx.state(source)))

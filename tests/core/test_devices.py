@@ -207,11 +207,12 @@ def test_plan_predicts_memory_of_long_prompt(name, report):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("draft_length", [0, 4])
 @pytest.mark.parametrize("kind", [None, "int8"])
-def test_eight_gpus_exchange_two_sums_per_layer(kind, report):
-    """A 70B target with an 8B draft: no GPU waits for the host, and none copies or exchanges caches or matrices."""
-    device, setting = devices.prepare("h100"), abstract.Setting(draft_length=4)
-    exchanges = []
+def test_eight_gpus_exchange_two_sums_per_layer(kind, draft_length, report):
+    """A 70B target, with an 8B draft or alone: no GPU waits for the host, or copies or exchanges caches or matrices."""
+    device, setting = devices.prepare("h100"), abstract.Setting(draft_length=draft_length)
+    exchanges, kernels = [], []
     for layers in (2, 3):
         sizes = dict(zip(("llama-3.3-70b", "llama-3.1-8b"), (layers, 2), strict=True))
         configs = [dataclasses.replace(SHAPES[name], num_hidden_layers=count) for name, count in sizes.items()]
@@ -225,10 +226,15 @@ def test_eight_gpus_exchange_two_sums_per_layer(kind, report):
         of_cache = [k for k in found.kernels for _, sizes in arrays(k.shape) if sides(sizes) == one_head]
         assert of_cache and max(kernel.written for kernel in of_cache) < 2 * 128 * slots
         exchanges.append(Counter(k.op for k in found.kernels if k.op.startswith(("all-", "reduce-", "collective-"))))
-    report(round=dict(exchanges[0]), layer=dict(exchanges[1] - exchanges[0]))
+        kernels.append(found.count())
+    count = kernels[1] - kernels[0] - 2  # without the exchanges
+    planned = roofline.kernels_a_layer(Weights(configs[0], 2, kind, num_devices=8), device.dtype, draft_length + 1)
+    report(round=dict(exchanges[0]), layer=dict(exchanges[1] - exchanges[0]), kernels=count, planned=planned)
     assert exchanges[1] - exchanges[0] == {"all-reduce-start": 2}
     # The target and the draft's two kinds of pass have two layers each. A pass collects embeddings and adds up logits.
-    assert exchanges[0] == {"all-reduce-start": 3 * (2 * 2 + 1), "all-gather-start": 3}
+    passes = 3 if draft_length else 1
+    assert exchanges[0] == {"all-reduce-start": passes * (2 * 2 + 1), "all-gather-start": passes}
+    assert count == planned if kind is None else abs(count - planned) <= 2
 
 
 @pytest.mark.parametrize("one", cover.pairwise() + cover.TREES, ids=cover.name)

@@ -16,17 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jspec
-from jspec.adapters.tunix_weights import replace_weights
 from jspec.bundled import PAIR
-from jspec.core.sharding import TensorParallel, place
 from jspec.core.types import pytree
 from jspec.drafters import AutoregressiveDrafter
 from jspec.drafters.draft_length import DEFAULT
-from jspec.models.layers import copy_tree
-from jspec.models.llama import set_placement, stored_orders
-from jspec.models.load import from_arrays
-from jspec.training.kinds import of_model
-from support import checkpoints, drafters, eagle_heads, toys
+from jspec.models.llama import stored_orders
+from support import drafters, eagle_heads, toys
+from support.sharded_weights import changed, placed
 
 NEW, K = 8, 2
 EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
@@ -73,22 +69,6 @@ def decode(models, request, **options):
 def mesh_of(shape, kind):
     """Return a mesh of this shape on as many devices as it needs."""
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
-
-
-def placed(model, sharding):
-    """Return `model` placed where `jspec.load` would put it."""
-    model = jax.tree.map(lambda leaf: leaf, model)
-    if isinstance(sharding, TensorParallel):
-        set_placement(model, sharding)
-    orders = stored_orders(model)
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        name = ".".join(map(str, path))
-        array = np.asarray(leaf[...])
-        order = orders.get(f"{name.partition('.parts.')[0].removesuffix('.weight')}.weight", orders.get(name))
-        if order is not None:  # codes have an axis after that of the outputs
-            array = np.take(array, order, axis=1 if ".parts." in name else -1)
-        leaf.set_value(place(name, array, sharding))
-    return model
 
 
 def program(models, request, options, shape, kind, manual=False, tensor=False):
@@ -196,54 +176,6 @@ def loaded(kind, bits="int8"):
     return {names[path]: tuple(np.floor_divide(whole, part).tolist()) for path, whole, part in shapes}
 
 
-def changed(kind):
-    """Return whether a divided model that is saved, updated, merged or copied has the weights of one device.
-
-    The checkpoint has as many key-value heads as devices, so the model's projections are interleaved.
-    """
-    raw = checkpoints.raw_config(num_key_value_heads=2, attention_bias=True)
-    mesh = mesh_of((1, 2), kind)
-    projection = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
-    rng, size = np.random.default_rng(0), raw["hidden_size"]
-    rows = checkpoints.tensors(raw, seed=0)["model.layers.0.self_attn.k_proj.weight"].shape[0]
-    adapter = {
-        projection.format(name): rng.normal(size=shape).astype("float32")
-        for name, shape in (("A", (2, size)), ("B", (rows, 2)))
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = checkpoints.write(Path(folder) / "first", raw, checkpoints.tensors(raw, seed=0))
-        options = {"packed": False}, {"sharding": jspec.tensor_parallel(mesh)}
-        one, divided = (jspec.load(path, **option) for option in options)
-        assert len(stored_orders(divided)) == 3 * len(divided.layers)  # two weights and a bias
-        merged = [jspec.merge_lora(model, adapter, 3.0) for model in (one, divided)]
-        drafts = [of_model(model, None, 4, 0).model for model in (one, divided)]  # begins as layers of the target
-        pairs = [merged, (one, divided), drafts]
-        swapped = [copy_tree(model) for model in (one, divided)]
-        for model, source in zip(swapped, merged[::-1], strict=True):
-            replace_weights(model, nnx.state(source), stored_orders(source))
-        pairs += [(merged[0], model) for model in swapped]
-        for model in (one, divided):
-            jspec.load_weights(model, checkpoints.tensors(raw, seed=1))
-        saved = jspec.load(jspec.ModelDrafter(divided).save(Path(folder) / "saved"), packed=False)
-        restored = jspec.load(Path(folder) / "saved", sharding=jspec.tensor_parallel(mesh))
-        pairs += [(one, saved), (one, restored)]
-        arrays = on_mesh(one, mesh)
-        pairs.append((one, from_arrays(one.config, arrays, jnp.dtype("float32"), jspec.tensor_parallel(mesh))))
-    outputs = [[decode((model, None), request()) for model in pair] for pair in pairs]
-    assert not np.allclose(outputs[0][0].logprobs, outputs[1][0].logprobs, atol=1e-5)
-    return all(np.array_equal(one.tokens, other.tokens) for one, other in outputs) and all(
-        np.allclose(one.logprobs, other.logprobs, atol=1e-5) for one, other in outputs
-    )
-
-
-def on_mesh(model, mesh):
-    """Yield the arrays of a checkpoint, divided over a mesh along their first axis, as Orbax restores them."""
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
-        array = np.asarray(leaf[...]).T
-        rows = P("model" if len(array) % 2 == 0 else None)
-        yield ".".join(map(str, path)), jax.device_put(array, NamedSharding(mesh, rows))
-
-
 def refused(sharding):
     return jspec.load(PAIR / "draft", sharding=sharding) and None
 
@@ -341,8 +273,8 @@ QUICK = {
     "loaded: automatic": functools.partial(loaded, AUTO),
     "loaded: explicit, int4": functools.partial(loaded, EXPLICIT, "int4"),
     "loaded: automatic, int4": functools.partial(loaded, AUTO, "int4"),
-    "changed: automatic": functools.partial(changed, AUTO),
-    "changed: explicit": functools.partial(changed, EXPLICIT),
+    "changed: automatic": lambda: changed(mesh_of((1, 2), AUTO)),
+    "changed: explicit": lambda: changed(mesh_of((1, 2), EXPLICIT)),
     "head: explicit": functools.partial(with_rows_of_the_target, EXPLICIT),
     "head: automatic": functools.partial(with_rows_of_the_target, AUTO),
     "head: few tokens, explicit": functools.partial(with_few_tokens, EXPLICIT),

@@ -24,7 +24,7 @@ class Replica:
     def __init__(self, make_engine: Callable[[], tuple[Engine, Grammars | None]], get_id: Callable[[], str]):
         self._engine, self._grammars = make_engine()
         self._engine.__enter__()
-        self._has_decoded = self._expects_constraints = False
+        self._has_decoded = False
         self._id = get_id()
 
     def info(self) -> ModelInfo:
@@ -70,6 +70,6 @@ class Replica:
         if trouble := self._engine.trouble():
             raise RuntimeError(trouble)
         is_idle = not self._engine.running_requests and not self._engine.num_waiting
-        if self._has_decoded and is_idle and self._grammars is not None and not self._expects_constraints:
-            self._expects_constraints = True
+        if self._has_decoded and is_idle and self._grammars is not None:
+            self._has_decoded = False
             self._engine.expect_constraints()
